@@ -1,0 +1,323 @@
+"""Which model is it?
+
+`Config` holds the released config.json under its own field names: text_config flattened,
+vision_config nested. A released file is read unchanged and checked once, here; nothing later asks
+whether a size makes sense. `Config.plan` says which layer does what (plan.py), and the two presets
+are the real model, "v4.1-flash", and a model of nine layers with every mechanism, "tiny".
+
+Source: config.json of the release. Fields that the text model does not read (dropout, cache flags)
+are kept in `source` and otherwise ignored; fields that would make it another model are refused.
+Left out: V4's config, which has other layer kinds.
+"""
+
+import json
+from dataclasses import MISSING, asdict, dataclass, field, fields, replace
+from functools import cached_property
+from pathlib import Path
+
+from .plan import build_plan, check_config
+
+
+@dataclass(frozen=True)
+class RopeScaling:
+    """YaRN: stretch wavelengths beyond original_max_position_embeddings by `factor`."""
+
+    original_max_position_embeddings: int
+    factor: float
+    beta_fast: float
+    beta_slow: float
+    type: str = "yarn"
+
+
+@dataclass(frozen=True)
+class VisionConfig:
+    """The vision tower's sizes; read and written, used where images are."""
+
+    num_hidden_layers: int
+    hidden_size: int
+    num_attention_heads: int
+    intermediate_size: int
+    patch_size: int
+    rope_theta: float
+    downsample_ratio: int
+    max_image_tokens: int
+    min_pixels: int
+    max_wh_ratio: float | None = None
+
+
+@dataclass(frozen=True)
+class Config:
+    """The released fields, by their released names. Build it with `Config.load` or a preset."""
+
+    vocab_size: int
+    hidden_size: int
+    moe_intermediate_size: int
+    num_hidden_layers: int
+    num_attention_heads: int
+    head_dim: int
+    qk_rope_head_dim: int
+    q_lora_rank: int
+    o_lora_rank: int
+    o_groups: int
+    swiglu_limit: float
+    rms_norm_eps: float
+    rope_theta: float
+    compress_rope_theta: float
+    rope_scaling: RopeScaling
+    n_routed_experts: int
+    n_shared_experts: int
+    num_experts_per_tok: int
+    norm_topk_prob: bool
+    routed_scaling_factor: float
+    sliding_window: int
+    compress_ratios: tuple
+    kv_source_layer_ids: tuple
+    index_source_layer_ids: tuple
+    index_n_heads: int
+    index_head_dim: int
+    index_topk: int
+    candidate_source_layer_id: int | None
+    candidate_topk_blocks: int
+    candidate_block_size: int
+    hc_mult: int
+    hc_sinkhorn_iters: int
+    hc_eps: float
+    engram_layer_ids: tuple = ()
+    engram_num_embeddings: tuple = ()
+    engram_max_ngram_size: int = 4
+    engram_vocab_size: int = 16_000_000
+    engram_n_heads: int = 8
+    engram_head_dim: int = 256
+    engram_pad_token_id: int = 2
+    engram_compressed_vocab_size: int = 99_092
+    num_nextn_predict_layers: int = 0
+    dspark_block_size: int = 5
+    dspark_noise_token_id: int = 128_799
+    dspark_target_layer_ids: tuple = ()
+    dspark_markov_rank: int = 256
+    dspark_n_routed_experts: int = 128
+    dspark_num_experts_per_tok: int = 3
+    max_position_embeddings: int = 1_048_576
+    initializer_range: float = 0.02
+    bos_token_id: int = 0
+    eos_token_id: int = 1
+    pad_token_id: int = 2
+    image_token_id: int | None = None
+    vision_config: VisionConfig | None = None
+    source: dict = field(default_factory=dict, repr=False, compare=False)  # the JSON as read
+
+    def __post_init__(self):
+        check_config(self)
+
+    @classmethod
+    def load(cls, path):
+        """Read a released config.json, or the one in a checkpoint directory."""
+        path = Path(path)
+        path = path / "config.json" if path.is_dir() else path
+        try:
+            raw = json.loads(path.read_text())
+        except FileNotFoundError:
+            raise ValueError(f"config: no file {path}") from None
+        except (json.JSONDecodeError, UnicodeDecodeError) as error:
+            raise ValueError(f"config: {path} is not JSON ({error})") from None
+        if not isinstance(raw, dict):
+            raise ValueError(f"config: {path} must hold one JSON object, got {type(raw).__name__}")
+        return cls.from_dict(raw)
+
+    @classmethod
+    def from_dict(cls, raw):
+        """raw: the released nested dict. Raises ValueError naming a missing or impossible field."""
+        if raw.get("model_type") != "deepseek_v41":
+            raise ValueError(f"model_type: expected 'deepseek_v41', got {raw.get('model_type')!r}")
+        flat = {**raw.get("text_config", {}), **_only(_TOP_LEVEL, raw)}
+        for name, expected in _FIXED.items():
+            if flat.get(name, expected) != expected:
+                raise ValueError(f"{name}: this model has {expected!r}, got {flat[name]!r}")
+        values = _read(cls, flat, "text_config")
+        values["rope_scaling"] = RopeScaling(
+            **_read(RopeScaling, values["rope_scaling"], "rope_scaling")
+        )
+        if raw.get("vision_config"):
+            values["vision_config"] = VisionConfig(
+                **_read(VisionConfig, raw["vision_config"], "vision_config")
+            )
+        return cls(**values, source=raw)
+
+    def but(self, **changes):
+        """A copy with some fields changed: `config.but(sliding_window=4)`."""
+        return replace(self, source={}, **changes)
+
+    @cached_property
+    def plan(self):
+        """tuple of `plan.Layer`, one per decoder block."""
+        return build_plan(self)
+
+    def to_dict(self):
+        """The released nested layout; `Config.from_dict(c.to_dict()) == c`."""
+        values = {k: v for k, v in asdict(self).items() if k != "source"}
+        vision = values.pop("vision_config")
+        top = {name: values.pop(name) for name in _TOP_LEVEL}
+        out = {
+            "architectures": ["DeepseekV41ForCausalLM"],
+            "model_type": "deepseek_v41",
+            "dtype": "bfloat16",
+            **top,
+            "quantization_config": _QUANTIZATION,
+            "text_config": {**_FIXED, **values},
+        }
+        return {**out, "vision_config": vision} if vision else out
+
+
+_TOP_LEVEL = ("bos_token_id", "eos_token_id", "pad_token_id", "image_token_id")
+# facts that the code relies on; a config that says otherwise describes another model
+_FIXED = {
+    "hidden_act": "silu",
+    "scoring_func": "sqrtsoftplus",
+    "topk_method": "noaux_tc",
+    "num_key_value_heads": 1,
+    "attention_bias": False,
+    "tie_word_embeddings": False,
+}
+_QUANTIZATION = {
+    "quant_method": "fp8",
+    "activation_scheme": "dynamic",
+    "weight_block_size": [32, 32],
+    "scale_fmt": "ue8m0",
+    "expert_dtype": "fp4",
+}
+
+
+def _only(names, values):
+    return {name: values[name] for name in names if name in values}
+
+
+def _read(cls, values, where):
+    """The fields of dataclass `cls` out of a JSON object, lists as tuples; missing ones named."""
+    if not isinstance(values, dict):
+        raise ValueError(f"{where}: expected a JSON object, got {type(values).__name__}")
+    known = [f for f in fields(cls) if f.name not in ("source", "vision_config")]
+    needed = [f.name for f in known if f.default is MISSING and f.default_factory is MISSING]
+    missing = [name for name in needed if name not in values]
+    if missing:
+        raise ValueError(f"{where}: missing {', '.join(missing)}")
+    found = _only([f.name for f in known], values)
+    return {name: tuple(v) if isinstance(v, list) else v for name, v in found.items()}
+
+
+def preset(name):
+    """The Config called `name`: "v4.1-flash" (the released model) or "tiny" (for tests)."""
+    try:
+        return _PRESETS[name]()
+    except KeyError:
+        raise ValueError(f"preset: expected one of {', '.join(_PRESETS)}, got {name!r}") from None
+
+
+def _v41_flash():
+    return Config(
+        vocab_size=129_280,
+        hidden_size=5120,
+        moe_intermediate_size=2304,
+        num_hidden_layers=40,
+        num_attention_heads=64,
+        head_dim=512,
+        qk_rope_head_dim=64,
+        q_lora_rank=1280,
+        o_lora_rank=1024,
+        o_groups=8,
+        swiglu_limit=10.0,
+        rms_norm_eps=1e-20,
+        rope_theta=10_000,
+        compress_rope_theta=160_000,
+        rope_scaling=RopeScaling(65_536, factor=16, beta_fast=32, beta_slow=1),
+        n_routed_experts=384,
+        n_shared_experts=1,
+        num_experts_per_tok=6,
+        norm_topk_prob=True,
+        routed_scaling_factor=1.5,
+        sliding_window=128,
+        compress_ratios=(0, 0, *[2] * 18, *[1] * 20, 0, 0, 0),
+        kv_source_layer_ids=(2, 8, 14, 20),
+        index_source_layer_ids=(2, 8, 14, 20, 24, 28, 32, 36),
+        index_n_heads=32,
+        index_head_dim=128,
+        index_topk=512,
+        candidate_source_layer_id=20,
+        candidate_topk_blocks=2048,
+        candidate_block_size=8,
+        hc_mult=4,
+        hc_sinkhorn_iters=20,
+        hc_eps=1e-6,
+        engram_layer_ids=(1, 14),
+        engram_num_embeddings=(384_006_168, 384_016_682),
+        num_nextn_predict_layers=3,
+        dspark_target_layer_ids=(37, 38, 39),
+        image_token_id=129_264,
+        vision_config=VisionConfig(
+            num_hidden_layers=32,
+            hidden_size=1024,
+            num_attention_heads=16,
+            intermediate_size=2816,
+            patch_size=14,
+            rope_theta=10_000.0,
+            downsample_ratio=3,
+            max_image_tokens=1024,
+            min_pixels=295_936,
+        ),
+    )
+
+
+def _tiny():
+    """Nine layers, every mechanism, small enough to read a whole trace of it."""
+    return _v41_flash().but(
+        vocab_size=288,
+        hidden_size=64,
+        moe_intermediate_size=64,
+        num_hidden_layers=9,
+        num_attention_heads=4,
+        head_dim=64,
+        qk_rope_head_dim=16,
+        q_lora_rank=96,
+        o_lora_rank=32,
+        o_groups=2,
+        swiglu_limit=1.0,
+        rope_scaling=RopeScaling(4096, factor=16, beta_fast=32, beta_slow=1),
+        n_routed_experts=8,
+        num_experts_per_tok=2,
+        sliding_window=8,
+        compress_ratios=(0, 0, 2, 2, 2, 1, 1, 1, 1, 0, 0, 0),
+        kv_source_layer_ids=(2, 4, 5),
+        index_source_layer_ids=(2, 4, 5, 7),
+        index_n_heads=4,
+        index_head_dim=32,
+        index_topk=6,
+        candidate_source_layer_id=5,
+        candidate_topk_blocks=4,
+        candidate_block_size=4,
+        engram_layer_ids=(1, 4),
+        engram_num_embeddings=(434, 606),
+        engram_vocab_size=61,
+        engram_n_heads=2,
+        engram_head_dim=32,
+        engram_compressed_vocab_size=106,
+        dspark_block_size=4,
+        dspark_noise_token_id=281,
+        dspark_target_layer_ids=(6, 7, 8),
+        dspark_markov_rank=32,
+        dspark_n_routed_experts=4,
+        dspark_num_experts_per_tok=2,
+        image_token_id=282,
+        vision_config=VisionConfig(
+            num_hidden_layers=2,
+            hidden_size=32,
+            num_attention_heads=2,
+            intermediate_size=48,
+            patch_size=4,
+            rope_theta=10_000.0,
+            downsample_ratio=3,
+            max_image_tokens=64,
+            min_pixels=256,
+        ),
+    )
+
+
+_PRESETS = {"v4.1-flash": _v41_flash, "tiny": _tiny}

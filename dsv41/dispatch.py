@@ -1,0 +1,80 @@
+"""One definition, many implementations: who runs when a marked function is called?
+
+`@op` marks a NumPy definition that a kernel may replace. The body is the meaning; a kernel is only
+another way to compute it, found by name in the package `dsv41_kernels` (folder kernels/):
+
+    dsv41/sparse_attn.py : sparse_attn(...)      the definition
+    dsv41_kernels/sparse_attn/cupy_op.py         a function of the same name and signature
+    dsv41_kernels/sparse_attn/numba_op.py        another one
+
+With CuPy arrays among the arguments the CuPy kernel is preferred; where there is none, the text
+itself runs on CuPy arrays. `with use("numpy")`, `use("cupy")`, `use("numba")` or the environment
+variable DSV41_BACKEND force a choice. This is the only module that asks where an array lives.
+"""
+
+import functools
+import importlib
+import importlib.util
+import os
+from contextlib import contextmanager
+from contextvars import ContextVar
+
+BACKENDS = ("numpy", "cupy", "numba")
+OPS = {}  # name -> definition, every @op of the package
+
+_forced = ContextVar("dsv41_backend", default=None)
+
+
+def op(definition):
+    """Mark `definition` as replaceable by a kernel of the same name; `.definition` keeps it."""
+    name = definition.__name__
+    OPS[name] = definition
+
+    @functools.wraps(definition)
+    def call(*args, **kwargs):
+        kernel = find_kernel(name, choose_backend(args))
+        return (kernel or definition)(*args, **kwargs)
+
+    call.definition = definition
+    return call
+
+
+def on_host(x):
+    """True for arrays in CPU memory (everything but CUDA arrays)."""
+    return not hasattr(x, "__cuda_array_interface__")
+
+
+def choose_backend(args=()):
+    """The forced backend if there is one, else "cupy" when an argument is a CUDA array."""
+    forced = _forced.get() or os.environ.get("DSV41_BACKEND")
+    if forced:
+        return _checked(forced)
+    return "numpy" if all(on_host(x) for x in args) else "cupy"
+
+
+@contextmanager
+def use(backend):
+    """Force a backend ("numpy", "cupy" or "numba") inside a with block."""
+    token = _forced.set(_checked(backend))
+    try:
+        yield
+    finally:
+        _forced.reset(token)
+
+
+@functools.cache
+def find_kernel(name, backend):
+    """The kernel for op `name`, or None where `dsv41_kernels` has none for this backend."""
+    if backend == "numpy" or importlib.util.find_spec("dsv41_kernels") is None:
+        return None
+    package = f"dsv41_kernels.{name}"
+    module = f"{package}.{backend}_op"
+    if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
+        return None
+    return getattr(importlib.import_module(module), name)
+
+
+def _checked(backend):
+    if backend not in BACKENDS:
+        raise ValueError(f"backend: expected one of {', '.join(BACKENDS)}, got {backend!r}")
+    return backend

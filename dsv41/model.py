@@ -1,0 +1,196 @@
+"""How does a token become a logit?
+
+    E = embed[ids]                      one vector per token
+    X = (E, E, E, E)                    four equal residual streams, read through A = (1, 0, 0, 0)
+    X, A = block(X, A)                  forty times: Engram, attention, MoE (ced.py)
+    x = RMSNorm( sum_i A_i X_i )        the last A collapses the streams; nothing is learned here
+    logits = x Whead^T                  in float32
+
+`forward` is that, over a Batch and a Cache; `Model` is the thin object around parameters, config
+and token classes that a user holds. Source: Transformer.forward in the released
+inference/model.py.
+"""
+
+import numpy as np
+
+from .batch import make_batch
+from .cache import Cache
+from .ced import run_layers
+from .checkpoint import Checkpoint, load_params
+from .engram import hash_rows, look_back, multipliers, table_primes
+from .mhc import hc_collapse, initial_streams
+from .ops import matmul_rows, rmsnorm, rows
+from .quant import OFFICIAL
+from .token_classes import load_token_classes
+from .trace import put
+
+
+def forward(params, config, classes, batch, cache, numerics, embedding=None, trace=None):
+    """Run the new tokens of `batch`, appending to `cache` -> logits (T, V) f32.
+
+    classes (V,) int64: Engram class of every token id. embedding (T, D) f32 replaces the token
+    embeddings (image rows come from a vision tower).
+    """
+    for slot, _, _, end in batch.segments():
+        cache.reserve(slot, end)
+    memory_rows = engram_rows(config, classes, batch, cache)
+    if embedding is None:
+        embedding = rows(params["embed"]["weight"], batch.ids)
+    embedding = numerics.store(embedding)
+    put(trace, None, "embedding", lambda: embedding)
+    streams, pre = initial_streams(embedding, config.hc_mult)
+    streams, pre = run_layers(
+        streams, pre, params, memory_rows, cache, batch, config, numerics, trace
+    )
+    x = hc_collapse(streams, pre, numerics)
+    x = rmsnorm(x, params["norm"]["weight"], config.rms_norm_eps, numerics)
+    put(trace, None, "final_x", lambda: x)
+    for slot, _, _, end in batch.segments():
+        cache.length[slot] = end
+    return matmul_rows(x, params["head"]["weight"], numerics)
+
+
+def engram_rows(config, classes, batch, cache):
+    """Table rows (T, columns) of every Engram module; moves the requests' histories on."""
+    if not config.engram_layer_ids:
+        return []
+    windows = np.zeros((len(batch.ids), config.engram_max_ngram_size), np.int64)
+    for slot, at, _, _ in batch.segments():
+        windows[at], cache.history[slot] = look_back(
+            classes[batch.ids[at]],
+            batch.is_image[at],
+            cache.history[slot],
+            classes[config.engram_pad_token_id],
+        )
+    columns = [np.array(column) for column in table_primes(config)]
+    return [
+        hash_rows(windows, multipliers(config, layer), primes, config.engram_n_heads)
+        for layer, primes in zip(config.engram_layer_ids, columns, strict=True)
+    ]
+
+
+class Model:
+    """Parameters, config and token classes, with the calls a user wants.
+
+    `params` are nested dicts spelled like the checkpoint's tensor names; `classes` (V,) int64 is
+    needed by models with Engram.
+    """
+
+    def __init__(self, config, params, classes=None):
+        self.config, self.params = config, params
+        self.classes = _checked_classes(config, classes)
+
+    def logits(
+        self,
+        ids,
+        numerics=OFFICIAL,
+        trace=None,
+        *,
+        batch_invariant=False,
+        token_types=None,
+        embedding=None,
+    ):
+        """Logits after every token of one or several requests, each from its own beginning.
+
+        ids: (T,) ints, or (R, T) ints, or a list of R sequences of ints of any lengths.
+        token_types: the same nesting, -1 text, >= 0 image span; embedding (rows, D) f32 replaces
+        the embeddings of all rows. -> (T, V), (R, T, V) or (sum of lengths, V) float32, in order.
+        """
+        requests, shape = _as_requests(ids)
+        types = None if token_types is None else _as_requests(token_types)[0]
+        if batch_invariant:
+            numerics = numerics.but(batch_invariant=True)
+        cache = self.new_cache(numerics)
+        slots = [self.open(cache) for _ in requests]
+        out = self.step(cache, slots, requests, types, embedding, trace)
+        return out.reshape((*shape, -1))
+
+    def new_cache(self, numerics=OFFICIAL):
+        """An empty cache for this model; requests are opened in it with `open`."""
+        return Cache(self.config, numerics)
+
+    def open(self, cache):
+        """Open a request in `cache` -> its slot."""
+        pad = self.classes[self.config.engram_pad_token_id] if self.config.engram_layer_ids else 0
+        return cache.add(pad)
+
+    def step(self, cache, slots, requests, token_types=None, embedding=None, trace=None):
+        """Feed each request its next tokens: requests[i] (>= 1 ids) to slots[i] -> logits (T, V).
+
+        Prefill, chunked prefill and decode are all this call.
+        """
+        requests = [_checked_ids(r, self.config) for r in requests]
+        types = _checked_types(token_types, requests)
+        embedding = _checked_embedding(embedding, sum(map(len, requests)), self.config)
+        starts = [cache.length[slot] for slot in slots]
+        batch = make_batch(requests, starts, slots, types)
+        return forward(
+            self.params, self.config, self.classes, batch, cache, cache.numerics, embedding, trace
+        )
+
+
+def load(directory, **options):
+    """Open a checkpoint directory in the released layout -> Model. Options as in `load_params`."""
+    checkpoint = Checkpoint(directory)
+    params = load_params(checkpoint, **options)
+    classes = None
+    if checkpoint.config.engram_layer_ids:
+        classes = load_token_classes(directory)
+    return Model(checkpoint.config, params, classes)
+
+
+# ---- what a caller may pass ------------------------------------------------------------------
+
+
+def _as_requests(ids):
+    """ids as the docstring of `Model.logits` allows -> list of 1-D sequences, leading shape."""
+    if isinstance(ids, list | tuple) and len(ids) and np.ndim(ids[0]) == 1:
+        return list(ids), (sum(len(request) for request in ids),)
+    ids = np.asarray(ids)
+    if ids.ndim not in (1, 2):
+        raise ValueError(f"ids: expected one or two axes of token ids, got shape {ids.shape}")
+    return ([ids] if ids.ndim == 1 else list(ids)), ids.shape
+
+
+def _checked_ids(ids, config):
+    ids = np.asarray(ids)
+    if ids.ndim != 1 or ids.size == 0:
+        raise ValueError(f"ids: a request needs at least one token id, got shape {ids.shape}")
+    if not np.issubdtype(ids.dtype, np.integer):
+        raise ValueError(f"ids: expected integers, got {ids.dtype}")
+    wrong = (ids < 0) | (ids >= config.vocab_size)
+    if wrong.any():
+        at = int(np.argmax(wrong))
+        raise ValueError(f"ids: {ids[at]} at {at} is outside 0 .. {config.vocab_size - 1}")
+    return ids.astype(np.int64)
+
+
+def _checked_types(types, requests):
+    if types is None:
+        return None
+    types = [np.asarray(t) for t in types]
+    if [t.shape for t in types] != [r.shape for r in requests]:
+        raise ValueError("token_types: expected the same lengths as ids")
+    return types
+
+
+def _checked_embedding(embedding, tokens, config):
+    shape = (tokens, config.hidden_size)
+    if embedding is not None and np.shape(embedding) != shape:
+        raise ValueError(f"embedding: expected shape {shape}, got {np.shape(embedding)}")
+    return embedding
+
+
+def _checked_classes(config, classes):
+    if not config.engram_layer_ids:
+        return None
+    if classes is None:
+        raise ValueError("classes: a model with Engram needs the class of every token id")
+    classes = np.asarray(classes, np.int64)
+    if len(classes) > config.vocab_size or classes.max() >= config.engram_compressed_vocab_size:
+        raise ValueError(
+            f"classes: expected up to {config.vocab_size} ids in "
+            f"{config.engram_compressed_vocab_size} classes, "
+            f"got {len(classes)} in {classes.max() + 1}"
+        )
+    return classes

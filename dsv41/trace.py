@@ -1,0 +1,46 @@
+"""What happened inside? Named intermediates of one call, collected in the caller's dict.
+
+`forward(..., trace={})` fills the dict with arrays under the names of the reference data:
+"L02.cmp.latent", "L05.cand.mask", "L04.x_out", "final_x". With trace=None nothing is computed or
+kept. A dense (T, N) array, such as the scores, exists here only, because somebody asked to look at
+it.
+"""
+
+import numpy as np
+
+
+def put(trace, layer, name, make):
+    """trace[name] = make(), prefixed with the layer's number; nothing when trace is None."""
+    if trace is not None:
+        prefix = "" if layer is None else f"L{layer.index:02d}."
+        trace[prefix + name] = np.array(make())
+
+
+def put_scores(trace, layer, at, visible, scores, entries, count):
+    """Write one query block into "idx.score" (T, N): -inf where not visible or outside the pool."""
+    if trace is None:
+        return
+    name = f"L{layer.index:02d}.idx.score"
+    old = trace.get(name, np.zeros((len(visible), 0), np.float32))
+    if old.shape[1] < count:
+        extra = np.full((len(visible), count - old.shape[1]), -np.inf, np.float32)
+        trace[name] = np.concatenate([old, extra], axis=1)
+    if entries is None:
+        entries = np.broadcast_to(np.arange(count), scores.shape)
+    row, column = np.nonzero((entries >= 0) & (entries < visible[at][:, None]))
+    trace[name][at.start + row, entries[row, column]] = scores[row, column]
+
+
+def put_pool(trace, layer, shared, visible, config):
+    """Write "cand.block_score" and "cand.mask" (T, N) of the layer that publishes the pool."""
+    if trace is None or layer.candidates != "publish":
+        return
+    from .indexer import block_scores
+
+    size = config.candidate_block_size
+    scores = trace[f"L{layer.index:02d}.idx.score"]
+    put(trace, layer, "cand.block_score", lambda: block_scores(scores, visible, size))
+    kept = np.zeros((len(visible), -(-scores.shape[1] // size) + 1), bool)
+    np.put_along_axis(kept, shared.pool, True, axis=1)  # -1 lands in the spare last column
+    mask = np.repeat(kept[:, :-1], size, axis=1)[:, : scores.shape[1]]
+    put(trace, layer, "cand.mask", lambda: mask)
