@@ -60,17 +60,22 @@ class Cache:
 
     def release(self, slot):
         """Free a request's slot and pages for others."""
-        self._require(slot)
+        self.require_open(slot)
         self.free_pages += self.pages[slot]
         self.length[slot], self.pages[slot] = None, []
 
     def reserve(self, slot, length):
         """Give the request the pages that `length` tokens need."""
-        self._require(slot)
+        self.require_open(slot)
         needed = -(-length // self.page_tokens) - len(self.pages[slot])
         if needed > len(self.free_pages):
             self._grow_pages(needed - len(self.free_pages))
         self.pages[slot] += [self.free_pages.pop(0) for _ in range(max(needed, 0))]
+
+    def require_open(self, slot):
+        """Raise ValueError unless `slot` is an open request."""
+        if not 0 <= slot < len(self.length) or self.length[slot] is None:
+            raise ValueError(f"slot: {slot} is not an open request")
 
     # ---- rows and records ------------------------------------------------------------------
 
@@ -83,7 +88,7 @@ class Cache:
         return np.where(entries < 0, -1, found)
 
     def index_keys(self, source, slot, count):
-        """The request's first `count` index keys, in order: (count, R) records."""
+        """The request's first `count` index keys, in order: (count, Z) records."""
         return self.index[source][self.rows(source, slot, np.arange(count))]
 
     def no_records(self, tokens):
@@ -118,10 +123,6 @@ class Cache:
         return sum(a.nbytes for a in arrays) + self.history.nbytes
 
     # ---- storage ---------------------------------------------------------------------------
-
-    def _require(self, slot):
-        if not 0 <= slot < len(self.length) or self.length[slot] is None:
-            raise ValueError(f"slot: {slot} is not an open request")
 
     def _ring(self, slots):
         shape = (slots, self.config.sliding_window)

@@ -9,8 +9,8 @@ from one vector per token, the attention input of that first decoder layer:
 Later decoder layers own no compressor; they read layer 20's entries, and their own window. So a
 prompt token's deep decoder states are never read through global attention, only through the
 windows of the last tokens. Both halves are causal. This module runs the two halves over one
-`block`; here every token passes through every layer, which is exact. Source: report, sections 2.1
-and 3.2; there is no extra projection or norm between the halves in the released
+`block`; here every token passes through every layer, which is exact. Source: report, sections 2.2
+and 3.2.2; there is no extra projection or norm between the halves in the released
 inference/model.py.
 """
 

@@ -9,7 +9,7 @@ m = 1 is the projection alone. An entry appears when its last token does and car
 of its first. Until then the pending tokens' u and g wait in the cache, so a pair may be cut by any
 chunk edge; they can be seen through the window meanwhile. The latent is what the indexer reads;
 attention reads it rotated and quantised (main KV). Differences to V4: no overlap between groups, no
-position bias. Source: Compressor in the released inference/model.py; report, section 2.1.
+position bias. Source: Compressor in the released inference/model.py; report, section 2.3.
 """
 
 import numpy as np
@@ -54,5 +54,5 @@ def compress(x, p, source, ratio, cache, batch, config, numerics):
 
 
 def main_kv(latent, positions, freqs, numerics):
-    """latent (N, C) f32, positions (N,) of the groups' first tokens -> main KV records (N, R)."""
+    """latent (N, C) f32, positions (N,) of the groups' first tokens -> main KV records (N, Z)."""
     return numerics.main_kv.encode(numerics.store(rotate(latent, positions, freqs)))

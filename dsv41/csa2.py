@@ -10,7 +10,7 @@ So a Reuse layer reads three things: its own window records, the main KV of `lay
 the entry numbers that `layer.index_source` put into `shared` during this same call. The records
 live in the cache, owned by the source layer; the selections live in `Shared`, made anew for every
 call, so that no layer can see another call's, another request's or a not yet computed choice.
-Source: Attention in the released inference/model.py; report, section 2.1.
+Source: Attention in the released inference/model.py; report, section 2.3.1.
 """
 
 from dataclasses import dataclass, field

@@ -12,9 +12,10 @@ of the value as their own content asks for:
     a_s    = RMSNorm(X_s) . RMSNorm(key_s) / sqrt(D)
     gate_s = sigmoid( sign(a_s) sqrt(max(|a_s|, 1e-6)) )        X_s += gate_s * value
 
-The look-back stops at the start of the request and at an image position, and does not resume behind
-it; stopped slots count as the pad token. It happens before a layer, on the raw streams. Source:
-inference/engram.py of the release; the Engram paper (arXiv 2601.07372) has a convolution more.
+The look-back stops at the start of the request and at an image position, and does not resume
+behind it; stopped slots count as the pad token. It happens before a layer, on the raw streams.
+Source: report, section 2.4.2; inference/engram.py of the release; the Engram paper (arXiv
+2601.07372) has a convolution more.
 """
 
 import functools
@@ -24,7 +25,7 @@ import numpy as np
 
 from .dispatch import op
 from .ops import linear_fp8, sigmoid
-from .quant import WEIGHT_FP8
+from .quant import WEIGHT_FP8, require_finite_weight
 
 BARRIER = -1  # in a request's history: an image position
 
@@ -97,11 +98,13 @@ def hash_rows(windows, multiplier, primes, heads):
 
 
 def read_rows(table, rows):
-    """table: {"weight": codes (R, C) uint8, "scale": (R, C / 32) uint8}, maybe memory maps;
-    rows (T, columns) int -> (T, columns * C) f32, exact in bf16. Only these rows are read.
+    """table: {"weight": codes (rows, C) uint8, "scale": (rows, C / 32) uint8}, maybe memory maps;
+    rows (T, columns) int -> (T, columns * C) f32, exact in bf16. Only these rows are read, and
+    a NaN among them raises ValueError.
     """
     codes, scales = table["weight"][rows], table["scale"][rows]
-    return WEIGHT_FP8.dequantize(codes, scales).reshape(len(rows), -1)
+    values = WEIGHT_FP8.dequantize(codes, scales)
+    return require_finite_weight(values, "engram.embed.weight").reshape(len(rows), -1)
 
 
 @op

@@ -2,10 +2,9 @@
 
 A `Model` is two lists, enough for everything that ledger.py counts:
 
-    weights   kinds of tensors: shape, how many there are, and how many of them a generated token
-              (`used`) and any prompt token (`early`) is multiplied by
-    kinds     kinds of layers: what they keep per token, how many keys a query meets, how many
-              index entries it scores
+    weights   tensors: shape, how many there are, and how many of them a generated token (`used`)
+              and any prompt token (`early`) is multiplied by
+    kinds     layers: what they keep per token, how many keys a query meets, how many it scores
 
 V4.1 is read off a `Config` and its layer plan, so any other config is described by the same code;
 its ancestors are plain facts. Sources: config.json of each release, arXiv 2401.02954 (V1),
@@ -17,10 +16,11 @@ from dataclasses import dataclass, replace
 from math import inf, prod
 from types import SimpleNamespace
 
-from .config import Config, preset
+from .config import Config
+from .presets import preset
 from .quant import INDEX_FP4, MAIN_KV_FP4, WINDOW_KV_FP8
 
-# how the V4.1 checkpoint stores a tensor
+# how the V4.1 checkpoint stores a tensor; its ancestors' layouts are not described
 BF16, F32, FP8, FP4, FP8_ROWS = "bf16", "f32", "fp8 tiles", "fp4 rows", "fp8 rows"
 # parts that the published backbone does not include
 BESIDE = ("Engram tables", "Engram projections", "DSpark drafter", "vision tower")
@@ -79,11 +79,13 @@ class Model:
 
 def describe(model):
     """A Model, a Config, or a name in MODELS -> Model."""
+    if isinstance(model, Model):
+        return model
     if isinstance(model, Config):
         return from_config(model)
-    if isinstance(model, str) and model not in MODELS:
+    if not isinstance(model, str) or model not in MODELS:
         raise ValueError(f"model: expected one of {', '.join(MODELS)}, got {model!r}")
-    return MODELS[model] if isinstance(model, str) else model
+    return MODELS[model]
 
 
 def _w(part, *shapes, stored=BF16, count=1, used=None):
@@ -287,7 +289,7 @@ def _biases(c, experts):
 def _global_kv(c):
     """Compressors and index keys of the KV sources, index queries of the layers that select.
 
-    trap: the last source is a decoder layer, yet its KV and keys are made for all prompt tokens.
+    The last source is a decoder layer, yet its KV and keys are made for all prompt tokens.
     """
     full = [layer for layer in c.plan if layer.mode == "full"]
     selecting = [layer for layer in c.plan if layer.selects]
@@ -304,6 +306,8 @@ def _global_kv(c):
 
 
 def _engram(c):
+    if not c.engram_layer_ids:
+        return []
     streams, columns = c.hc_mult, (c.engram_max_ngram_size - 1) * c.engram_n_heads
     projection = ((streams + 1) * c.hidden_size, columns * c.engram_head_dim)
     norm = (streams * c.hidden_size,)

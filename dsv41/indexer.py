@@ -11,7 +11,7 @@ entry number, with -0 equal to +0; selections are listed ascending and padded wi
 Hierarchical selection: layer 20's scores also rank blocks of 8 entries by their maximum. Its best
 2,048 blocks, the block of the newest entry always among them, are the pool of that query, and the
 index sources behind it score and select only there. Source: Indexer in the released
-inference/model.py; report, section 2.1.3. Left out: the release lets a source that closes no pair
+inference/model.py; report, section 2.3.2. Left out: the release lets a source that closes no pair
 in a decode step read another source's keys; here a source always reads its own.
 """
 
@@ -25,7 +25,7 @@ KEY_BLOCK = 128  # keys per product under batch_invariant
 
 
 def index_keys(latent, p, positions, freqs, config, numerics):
-    """latent (N, C) f32 before rotation, p the "indexer" parameters -> key records (N, R)."""
+    """latent (N, C) f32 before rotation, p the "indexer" parameters -> key records (N, Z)."""
     k = linear(latent, p["wk"]["weight"], numerics)
     k = rmsnorm(k, p["k_norm"]["weight"], config.rms_norm_eps, numerics)
     return numerics.index.encode(numerics.store(rotate(k, positions, freqs)))
@@ -47,7 +47,7 @@ def index_queries(x, c_q, p, positions, freqs, config, numerics):
 def index_scores(q, w, keys, numerics):
     """Scores of every query against every key.
 
-    q (T, I, J) f32, w (T, I) f32, keys (N, R) index records, or (T, P, R): a list per query
+    q (T, I, J) f32, w (T, I) f32, keys (N, Z) index records, or (T, P, Z): a list per query
     -> (T, N) or (T, P) f32. Every stage is stored as bf16, as in the release; ties are common.
     """
     k = numerics.index.decode(keys, q.shape[-1])

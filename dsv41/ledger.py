@@ -1,17 +1,17 @@
 """How much memory, arithmetic and disk does a model need?
 
-Counted from its description (families.py), N tokens of context, with prices p of BF16 1, FP8 1/2,
-FP4 1/4 for one multiplication and addition, that is, two FLOPs:
+Counted from its description (families.py), for N tokens of context, at a price p per FLOP of 1 in
+BF16, 1/2 in FP8 and 1/4 in FP4:
 
     global KV   bytes per token = sum over layers of (entry + index key) / tokens per entry
     decode      FLOPs per token = 2 p P + 2 P_head + sum 2 heads (d_k + d_v) keys(N)
                                   + sum 2 p_I index_heads d_I scored(N)
-    prefill     the same summed over positions; decoder layers of V4.1 run on the last W only
+    prefill     the same over all positions; V4.1's decoder half runs on the last W of them only
 
-The report (abstract, Figures 1(b) and 2) prices precisions without saying which operator runs in
-which. Here linear layers cost FP8, FP4 experts included (FP4 x FP8 runs at FP8 speed), attention
-and head BF16, index scores FP4 (V3.2: FP8). FP8 attention would miss the 10 % and 27 % of V3.2 that
-the V4 report publishes. Left out: norms, softmax, mHC mixing, and the time that any of it takes.
+The report (Figures 1(b) and 2) gives prices, but not which operator runs in which precision. Here
+linear layers cost FP8, FP4 experts included (FP4 x FP8 runs at FP8 speed), attention and head BF16,
+index scores FP4 (V3.2: FP8). FP8 attention would miss the 10 % and 27 % of V3.2 that the V4 report
+publishes. Left out: norms, softmax, mHC mixing, and the time that any of it takes.
 """
 
 import math
@@ -28,9 +28,9 @@ LONGEST = 1 << 20  # tokens
 
 
 class Parameters(NamedTuple):
-    """Counts. `parts` maps a part to (stored, per generated token, per prompt token).
+    """Counts. `parts`: part -> (stored, active per generated token, active per prompt token).
 
-    `decode` and `prefill` are the backbone's active parameters, embedding rows left out.
+    `decode` and `prefill` are the active ones of the backbone, embedding rows left out.
     """
 
     parts: dict
@@ -41,7 +41,7 @@ class Parameters(NamedTuple):
 
 
 class KvBytes(NamedTuple):
-    """`main`, `index`, `disk` per token of context; the rest per request, whatever its length."""
+    """`main`, `index`, `disk` per token of context; the others per request of any length."""
 
     main: float
     index: float
@@ -62,7 +62,7 @@ class KvBytes(NamedTuple):
 
 
 class Flops(NamedTuple):
-    """Weighted FLOPs. `engram`, its projections, stays outside the total as it does in 16 B."""
+    """Weighted FLOPs. Engram's projections stay outside the total, as they do in the 16 B."""
 
     linear: float
     head: float
@@ -72,10 +72,10 @@ class Flops(NamedTuple):
 
     @property
     def total(self):
-        return sum(self[:4])
+        return self.linear + self.head + self.attention + self.index
 
 
-# ---- counting -------------------------------------------------------------------------------
+# ---- memory ---------------------------------------------------------------------------------
 
 
 def parameters(model):
@@ -107,81 +107,27 @@ def kv_bytes(model):
     )
 
 
-def decode_flops(model, context):
-    """model, tokens of context (int or int array) -> Flops of the next token."""
-    model = describe(model)
-    linear, head, engram = (
-        sum(w.size * w.used for w in _matrices(model, part)) for part in ("", "head", "Engram")
-    )
-    price = PRICE[model.linear]
-    return Flops(
-        linear=2 * price * linear,
-        head=2 * head,
-        attention=sum(_attention(kind, context) for kind in model.kinds),
-        index=sum(_scoring(kind, context, model.index) for kind in model.kinds),
-        engram=2 * price * engram,
-    )
-
-
-def prefill_flops(model, tokens, exact=False):
-    """model, prompt length -> Flops of the whole prompt and its first prediction.
-
-    exact: run every layer on every token. Otherwise decoder layers see the last W tokens only, and
-    those see no window KV from before (bounded replay).
-    """
-    model = describe(model)
-    positions = np.arange(1, tokens + 1)
-    tail = tokens if exact else min(tokens, max(kind.window for kind in model.kinds) or tokens)
-    start = tokens - tail
-    price = 2 * PRICE[model.linear]
-    runs = [(k, positions, 0) if k.early else (k, positions[start:], start) for k in model.kinds]
-    return Flops(
-        linear=price * sum(_uses(w, tokens, tail) for w in _matrices(model, "")),
-        head=2 * sum(w.size * w.used for w in _matrices(model, "head")),
-        attention=sum(np.sum(_attention(k, seen, first)) for k, seen, first in runs),
-        index=sum(np.sum(_scoring(k, seen, model.index)) for k, seen, _ in runs),
-        engram=price * sum(_uses(w, tokens, tail) for w in _matrices(model, "Engram")),
-    )
-
-
-def layer_share(model, tokens):
-    """Share of the layers' work that prefill does: (20 N + 20 x 128) / 40 N for V4.1-Flash."""
-    kinds = describe(model).kinds
-    done = sum(k.count * (tokens if k.early else min(tokens, k.window)) for k in kinds)
-    return done / (tokens * sum(k.count for k in kinds))
-
-
-def index_entries(model, context):
-    """Index entries that the next token is scored against, in all layers that select."""
-    return sum(k.count * _scored(k, context) for k in describe(model).kinds)
-
-
-def crossing(model, other, longest=LONGEST):
-    """Shortest context at which `model` decodes a token with fewer FLOPs than `other`."""
-    model, other = describe(model), describe(other)
-
-    def cheaper(context):
-        return decode_flops(model, context).total < decode_flops(other, context).total
-
-    return bisect_left(range(longest), True, key=cheaper)
-
-
 def stored_bytes(config):
     """Config -> {part: bytes in the checkpoint}, scales included."""
     parts = {}
     for w in from_config(config).weights:
-        parts[w.part] = parts.get(w.part, 0) + w.count * tensor_bytes(w.shape, w.stored)
+        parts[w.part] = parts.get(w.part, 0) + w.count * _bytes(w.shape, w.stored)
     return parts
 
 
 def expert_bytes(config):
     """One routed expert in the checkpoint: gate, up and down."""
-    up = (config.moe_intermediate_size, config.hidden_size)
-    return 2 * tensor_bytes(up, FP4) + tensor_bytes(up[::-1], FP4)
+    hidden, width = config.hidden_size, config.moe_intermediate_size
+    return 2 * _bytes((width, hidden), FP4) + _bytes((hidden, width), FP4)
 
 
-def tensor_bytes(shape, stored):
-    """Bytes of one tensor in a layout of families.py, for example FP4 (N, K) -> N (K/2 + K/32)."""
+def engram_row_bytes(config):
+    """One row of an Engram table in the checkpoint."""
+    return _bytes((1, config.engram_head_dim), FP8_ROWS)
+
+
+def _bytes(shape, stored):
+    """One tensor in a layout of families.py, scales included: FP4 (N, K) -> N (K/2 + K/32)."""
     if stored in (BF16, F32):
         return math.prod(shape) * (2 if stored == BF16 else 4)
     rows, columns = shape
@@ -190,135 +136,211 @@ def tensor_bytes(shape, stored):
     return rows * {FP4: WEIGHT_FP4, FP8_ROWS: WEIGHT_FP8}[stored].record_bytes(columns)
 
 
-def _matrices(model, part):
-    """Weights that multiply: all of the backbone's but the head (""), the head, or Engram's."""
-    for w in model.weights:
-        inside = w.part.startswith(part) if part else w.part not in (*BESIDE, "head")
-        if inside and len(w.shape) == 2:
-            yield w
+# ---- arithmetic -----------------------------------------------------------------------------
 
 
-def _uses(w, tokens, tail):
-    """Multiplications of a prompt: `early` copies by every token, the others by its tail."""
-    return w.size * (w.early * tokens + (w.used - w.early) * tail)
+def decode_flops(model, context):
+    """model, tokens of context (int or int array) -> Flops of the next token."""
+    _require_positive("context", context)
+    model = describe(model)
+    price = 2 * PRICE[model.linear]
+    return Flops(
+        linear=price * _multiplied(model, "linear"),
+        head=2 * _multiplied(model, "head"),
+        attention=sum(_attention(kind, context) for kind in model.kinds),
+        index=sum(_scoring(kind, context, model.index) for kind in model.kinds),
+        engram=price * _multiplied(model, "engram"),
+    )
+
+
+def prefill_flops(model, tokens, exact=False):
+    """model, prompt length -> Flops of the whole prompt and its first prediction.
+
+    exact: every layer runs on every token. Otherwise decoder layers see the last W tokens only,
+    and those see no window KV from before (bounded replay). MLA is counted as in decode, where
+    heads meet the latent; a dense prefill may expand it instead, and then needs less.
+    """
+    _require_positive("tokens", tokens)
+    model = describe(model)
+    positions = np.arange(1, tokens + 1)
+    start = 0 if exact else max(tokens - max(kind.window for kind in model.kinds), 0)
+    runs = [(k, positions, 0) if k.early else (k, positions[start:], start) for k in model.kinds]
+    price = 2 * PRICE[model.linear]
+    return Flops(
+        linear=price * _multiplied(model, "linear", tokens, tokens - start),
+        head=2 * _multiplied(model, "head"),
+        attention=sum(np.sum(_attention(kind, seen, first)) for kind, seen, first in runs),
+        index=sum(np.sum(_scoring(kind, seen, model.index)) for kind, seen, _ in runs),
+        engram=price * _multiplied(model, "engram", tokens, tokens - start),
+    )
+
+
+def prefill_share(model, tokens):
+    """Layers run per prompt token, as a share of all: (20 N + 20 x 128) / 40 N for V4.1-Flash."""
+    _require_positive("tokens", tokens)
+    kinds = describe(model).kinds
+    run = sum(k.count * (tokens if k.early else min(tokens, k.window)) for k in kinds)
+    return run / (tokens * sum(k.count for k in kinds))
+
+
+def index_entries(model, context):
+    """Index entries that the next token is scored against, over all layers that select."""
+    return int(sum(k.count * _scored(k, context) for k in describe(model).kinds))
+
+
+def crossing(model, other, longest=LONGEST):
+    """Shortest context at which `model` decodes with fewer FLOPs than `other`, or `longest`."""
+    model, other = describe(model), describe(other)
+
+    def cheaper(context):
+        return decode_flops(model, context).total < decode_flops(other, context).total
+
+    return bisect_left(range(longest), True, lo=1, key=cheaper)
+
+
+def _multiplied(model, group, tokens=1, tail=1):
+    """Multiplications in matrices: `early` ones once per token, the others once per tail token."""
+    return sum(
+        w.size * (w.early * tokens + (w.used - w.early) * tail)
+        for w in model.weights
+        if len(w.shape) == 2 and _group(w.part) == group
+    )
+
+
+def _group(part):
+    if part in BESIDE:
+        return "engram" if part.startswith("Engram") else None
+    return "head" if part == "head" else "linear"
 
 
 def _attention(kind, context, start=0):
-    """start: first token whose window KV exists."""
+    """start: the first token whose window KV exists."""
     entries = np.minimum(context // kind.ratio, kind.topk) if kind.ratio else 0
     keys = entries + np.minimum(context - start, kind.window)
     return 2 * kind.count * kind.heads * kind.width * keys
-
-
-def _scored(kind, context):
-    scores = kind.score_width and kind.ratio
-    return np.minimum(context // kind.ratio, kind.pool) if scores else 0 * context
 
 
 def _scoring(kind, context, precision):
     return 2 * PRICE[precision] * kind.count * kind.score_width * _scored(kind, context)
 
 
+def _scored(kind, context):
+    return np.minimum(context // kind.ratio, kind.pool) if kind.score_width else 0 * context
+
+
+def _require_positive(name, value):
+    if np.min(value) < 1:
+        raise ValueError(f"{name}: expected a positive number of tokens, got {np.min(value)}")
+
+
 # ---- tables ---------------------------------------------------------------------------------
 
 
 def report(models, contexts):
-    """models (Model, Config or name), contexts in tokens -> tables that compare them."""
+    """models (Model, Config or name), contexts in tokens -> three tables that compare them."""
     models = [describe(model) for model in models]
-    return "\n\n".join(
-        [
-            "Cache, in bytes. Per token of context: main KV, index keys, both in HBM, all of it on\n"
-            "disk. Per request: window KV, tokens waiting to be compressed.\n" + _kv_rows(models),
-            "Parameters, in billions. Active: per generated and per prompt token, without embedding\n"
-            "rows and Engram.\n" + _parameter_rows(models),
-            "Weighted GFLOP per generated token, by tokens of context (BF16 1, FP8 1/2, FP4 1/4).\n"
-            + _flop_rows(models, contexts, decode_flops, 1e9),
-            "Weighted TFLOP per prompt, by its tokens.\n"
-            + _flop_rows(models, contexts, prefill_flops, 1e12),
-        ]
+    sections = (_cache(models), _sizes(models), _decoding(models, contexts))
+    return "\n\n".join(sections)
+
+
+def _cache(models):
+    last = models[-1]
+    title = (
+        "Cache, in bytes. Per token of context: main KV, index keys, both in HBM, all on disk (V4\n"
+        "keeps window KV there too). Per request: window KV, groups not yet compressed."
     )
-
-
-def _kv_rows(models):
-    last = kv_bytes(models[-1]).hbm
-    head = ["", "main KV", "index", "HBM", f"/ {models[-1].name}", "disk", "window", "waiting"]
-    rows = [head]
+    rows = [["", "main KV", "index", "HBM", f"x {last.name}", "disk", "window", "groups"]]
     for model in models:
         kv = kv_bytes(model)
-        cells = [_n(kv.main), _n(kv.index), _n(kv.hbm), f"{kv.hbm / last:,.1f}", _n(kv.disk)]
-        rows.append([model.name, *cells, _n(kv.window), _n(kv.carry)])
-    return _table(rows)
+        ratio = f"{kv.hbm / kv_bytes(last).hbm:,.1f}"
+        numbers = [_n(kv.main), _n(kv.index), _n(kv.hbm), ratio, *map(_n, kv[2:5])]
+        rows.append([model.name, *numbers])
+    return _table(title, rows)
 
 
-def _parameter_rows(models):
+def _sizes(models):
+    title = (
+        "Parameters, in billions. Active per generated and per prompt token: of the backbone,\n"
+        "without embedding rows."
+    )
     rows = [["", "backbone", "Engram", "generated", "prompt"]]
     for model in models:
         _, *counts = parameters(model)
         rows.append([model.name, *(f"{count / 1e9:,.1f}" for count in counts)])
-    return _table(rows)
+    return _table(title, rows)
 
 
-def _flop_rows(models, contexts, flops, unit):
+def _decoding(models, contexts):
+    title = "Weighted GFLOP per generated token (BF16 1, FP8 1/2, FP4 1/4), by tokens of context."
     rows = [["", *map(tokens_label, contexts)]]
     for model in models:
-        cells = [f"{flops(model, n).total / unit:,.1f}" for n in contexts]
-        rows.append([model.name, *cells])
-    return _table(rows)
+        totals = [decode_flops(model, context).total for context in contexts]
+        rows.append([model.name, *(f"{total / 1e9:,.1f}" for total in totals)])
+    return _table(title, rows)
 
 
 def breakdown(config):
-    """Config -> tables of one model: weights, layers, cache, decode."""
-    kv, expert = kv_bytes(config), expert_bytes(config)
-    row = tensor_bytes((1, config.engram_head_dim), FP8_ROWS)
-    return "\n\n".join(
-        [
-            "Weights: parameters; active per generated and per prompt token; bytes stored.\n"
-            + _weight_rows(config),
-            f"One routed expert is {_n(expert)} bytes, one Engram row {_n(row)}.",
-            "Layers: tokens per entry of global KV; keys a query meets at most; bytes kept per token\n"
-            "of context, and per request for the window.\n" + _kind_rows(config),
-            f"Global KV per token: {_n(kv.main)} main + {_n(kv.index)} index = {_n(kv.hbm)} bytes.\n"
-            f"Per request: {_n(kv.window)} window + {_n(kv.carry)} waiting + {_n(kv.history)} Engram"
-            f" history = {_n(kv.per_request)} bytes; {_n(kv.draft)} more to draft.",
-            "Weighted MFLOP per generated token, by tokens of context. Engram is not in the total.\n"
-            + _term_rows(config, (4096, 131_072, LONGEST)),
-            "Prefill runs the decoder on the last window only: "
-            + ", ".join(f"{layer_share(config, n):.3f}" for n in (1536, 65_536))
-            + " of all layers' work at 1,536 and 64K tokens.",
-        ]
+    """Config -> tables of one model: weights, layers, cache, decode, prefill."""
+    contexts = (4096, 131_072, LONGEST)
+    sections = (_weights(config), _layers(config), _terms(config, contexts), _prompts(config))
+    return "\n\n".join(sections)
+
+
+def _weights(config):
+    counts, stored = parameters(config), stored_bytes(config)
+    title = (
+        "Weights: parameters, active per generated and per prompt token; bytes in the checkpoint."
+    )
+    rows = [["", "parameters", "generated", "prompt", "bytes"]]
+    parts = [[part, *map(_n, (*counts.parts[part], stored[part]))] for part in counts.parts]
+    rows += [row for row in parts if row[0] not in BESIDE]
+    total = sum(size for part, size in stored.items() if part not in BESIDE)
+    rows.append(["= backbone", *map(_n, (counts.backbone, counts.decode, counts.prefill, total))])
+    rows += [row for row in parts if row[0] in BESIDE]
+    expert, row = _n(expert_bytes(config)), _n(engram_row_bytes(config))
+    return _table(title, rows) + f"\nA routed expert is {expert} bytes, an Engram row {row}."
+
+
+def _layers(config):
+    kv = kv_bytes(config)
+    title = (
+        "Layers: tokens per entry of global KV, most keys a query meets, bytes of global KV per\n"
+        "token of context, bytes of window KV per request."
+    )
+    rows = [["", "layers", "tokens/entry", "keys", "global", "window"]]
+    for kind in describe(config).kinds:
+        keys = kind.window + (kind.topk if kind.ratio else 0)
+        kept = kind.count * (kind.entry_bytes + kind.key_bytes) / (kind.ratio or math.inf)
+        ring = kind.count * kind.window * kind.window_bytes
+        rows.append([kind.name, *map(_n, (kind.count, kind.ratio, keys, kept, ring))])
+    return _table(title, rows) + (
+        f"\nPer token: {_n(kv.main)} main KV + {_n(kv.index)} index keys = {_n(kv.hbm)} bytes."
+        f"\nPer request: {_n(kv.window)} window + {_n(kv.carry)} unfinished groups"
+        f" + {_n(kv.history)} Engram history\n= {_n(kv.per_request)} bytes; "
+        f"{_n(kv.draft)} more to draft."
     )
 
 
-def _weight_rows(config):
-    counts, stored = parameters(config), stored_bytes(config)
-    beside = [part for part in counts.parts if part in BESIDE]
-    rows = [["", "parameters", "generated", "prompt", "bytes"]]
-    for part in [part for part in counts.parts if part not in BESIDE]:
-        rows.append([part, *map(_n, (*counts.parts[part], stored[part]))])
-    total = sum(stored[part] for part in counts.parts if part not in BESIDE)
-    rows.append(["= backbone", *map(_n, (counts.backbone, counts.decode, counts.prefill, total))])
-    for part in beside:
-        rows.append([part, *map(_n, (*counts.parts[part], stored[part]))])
-    return _table(rows)
-
-
-def _kind_rows(config):
-    rows = [["", "layers", "tokens/entry", "keys", "B/token", "B/request"]]
-    for kind in describe(config).kinds:
-        ratio = kind.ratio or math.inf
-        keys = kind.window + (kind.topk if kind.ratio else 0)
-        kept = kind.count * (kind.entry_bytes + kind.key_bytes) / ratio
-        ring = kind.count * kind.window * kind.window_bytes
-        rows.append([kind.name, *map(_n, (kind.count, kind.ratio, keys, kept, ring))])
-    return _table(rows)
-
-
-def _term_rows(config, contexts):
-    columns = [decode_flops(config, n) for n in contexts]
+def _terms(config, contexts):
+    columns = [decode_flops(config, context) for context in contexts]
+    title = "Weighted FLOPs per generated token, by tokens of context; Engram is not in the total."
     rows = [["", *map(tokens_label, contexts)]]
     for term in ("linear", "head", "attention", "index", "total", "engram"):
-        rows.append([term, *(f"{getattr(flops, term) / 1e6:,.1f}" for flops in columns)])
-    return _table(rows)
+        rows.append([term, *(_n(getattr(column, term)) for column in columns)])
+    return _table(title, rows)
+
+
+def _prompts(config):
+    title = (
+        "Weighted GFLOP of a prefill, by tokens of prompt: every layer on every token; decoder\n"
+        "half on the last window only; share of the layers that this runs."
+    )
+    rows = [["", "every layer", "bounded replay", "share"]]
+    for tokens in (1536, 65_536):
+        work = [prefill_flops(config, tokens, exact).total / 1e9 for exact in (True, False)]
+        share = f"{prefill_share(config, tokens):.3f}"
+        rows.append([tokens_label(tokens), *(f"{flops:,.1f}" for flops in work), share])
+    return _table(title, rows)
 
 
 def tokens_label(count):
@@ -333,10 +355,11 @@ def _n(number):
     return f"{number:,.2f}".removesuffix(".00")
 
 
-def _table(rows):
+def _table(title, rows):
+    """First column to the left, numbers to the right."""
     widths = [max(map(len, column)) for column in zip(*rows, strict=True)]
-    lines = [
-        "  ".join(f"{cell:<{w}}" if i == 0 else f"{cell:>{w}}" for i, (cell, w) in enumerate(row))
-        for row in ([*zip(row, widths, strict=True)] for row in rows)
-    ]
-    return "\n".join(f"  {line}".rstrip() for line in lines)
+    lines = [title]
+    for first, *cells in rows:
+        shown = [cell.rjust(width) for cell, width in zip(cells, widths[1:], strict=True)]
+        lines.append("  ".join(["", first.ljust(widths[0]), *shown]).rstrip())
+    return "\n".join(lines)

@@ -11,9 +11,10 @@ u = fn v / rms(v), which become three sets of coefficients:
     X' = C_k y + sum_j B[j, k] X_j         update
 
 Single-Pass mHC (V4.1): only `pre` is delayed by one sublayer, so one pass over the streams can
-update them and predict what the next sublayer needs. The very first A is (1, 0, 0, 0); the last one
-collapses the streams for the head. Sinkhorn makes B nearly doubly stochastic, so that streams are
-mixed but not amplified. Source: Block.hc_pre / hc_post of inference/model.py; report, section 2.3.
+update them and predict what the next sublayer needs. The very first A is (1, 0, 0, 0); the last
+one collapses the streams for the head. Sinkhorn makes B nearly doubly stochastic, so that streams
+are mixed but not amplified. Source: Block.hc_pre / hc_post of inference/model.py; report, section
+2.4.1.
 """
 
 import numpy as np

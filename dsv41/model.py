@@ -122,7 +122,7 @@ class Model:
         requests = [_checked_ids(r, self.config) for r in requests]
         types = _checked_types(token_types, requests)
         embedding = _checked_embedding(embedding, sum(map(len, requests)), self.config)
-        starts = [cache.length[slot] for slot in slots]
+        starts = _checked_starts(cache, slots, requests)
         batch = make_batch(requests, starts, slots, types)
         return forward(
             self.params, self.config, self.classes, batch, cache, cache.numerics, embedding, trace
@@ -163,6 +163,17 @@ def _checked_ids(ids, config):
         at = int(np.argmax(wrong))
         raise ValueError(f"ids: {ids[at]} at {at} is outside 0 .. {config.vocab_size - 1}")
     return ids.astype(np.int64)
+
+
+def _checked_starts(cache, slots, requests):
+    if len(slots) != len(requests) or len(set(slots)) != len(slots) or not requests:
+        raise ValueError(
+            f"slots: expected one distinct slot per request, got {list(slots)} "
+            f"for {len(requests)} requests"
+        )
+    for slot in slots:
+        cache.require_open(slot)
+    return [cache.length[slot] for slot in slots]
 
 
 def _checked_types(types, requests):

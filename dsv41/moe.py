@@ -8,8 +8,8 @@
 The bias balances the load without a loss term that fights the model. Images have a bias of their
 own, because their tokens load other experts than text does. The router weight is applied to the
 hidden vector of an expert, before its down projection is quantised; experts are summed in
-ascending order, the shared one last. Source: Gate, Expert and MoE in the released
-inference/model.py.
+ascending order, the shared one last. Source: report, section 2.1.1; Gate, Expert and MoE in the
+released inference/model.py.
 """
 
 import numpy as np

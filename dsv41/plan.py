@@ -80,7 +80,7 @@ def check_config(config):
         raise ValueError(problem)
 
 
-def _size_problems(c):
+def _count_problems(c):
     positive = (
         "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads "
         "head_dim q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok "
@@ -89,6 +89,19 @@ def _size_problems(c):
     for name in positive.split():
         if not (isinstance(getattr(c, name), int) and getattr(c, name) > 0):
             yield f"{name}: expected a positive integer, got {getattr(c, name)!r}"
+    for name in (
+        "hidden_size",
+        "moe_intermediate_size",
+        "head_dim",
+        "q_lora_rank",
+        "index_head_dim",
+    ):
+        if getattr(c, name) % 32:
+            yield f"{name}: the quantisers group 32 channels, {getattr(c, name)} is no multiple"
+
+
+def _size_problems(c):
+    yield from _count_problems(c)
     if c.qk_rope_head_dim % 2 or not 0 < c.qk_rope_head_dim <= min(c.head_dim, c.index_head_dim):
         yield (
             f"qk_rope_head_dim: expected an even number up to head_dim {c.head_dim} and "
@@ -100,15 +113,6 @@ def _size_problems(c):
         yield f"num_experts_per_tok: {c.num_experts_per_tok} of {c.n_routed_experts} experts"
     if c.n_shared_experts not in (0, 1):
         yield f"n_shared_experts: expected 0 or 1, got {c.n_shared_experts}"
-    for name in (
-        "hidden_size",
-        "moe_intermediate_size",
-        "head_dim",
-        "q_lora_rank",
-        "index_head_dim",
-    ):
-        if getattr(c, name) % 32:
-            yield f"{name}: the quantisers group 32 channels, {getattr(c, name)} is no multiple"
 
 
 def _plan_problems(c):

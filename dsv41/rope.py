@@ -50,15 +50,15 @@ def _yarn(freqs, config, base):
 def rotate(x, positions, freqs, inverse=False):
     """Turn the last 2 * len(freqs) channels of x by their position.
 
-    x (T, ..., C) f32, positions (T,) int, freqs (P,) f32 -> (T, ..., C) f32, x unchanged.
+    x (T, ..., C) f32, positions (T,) int, freqs (U,) f32 -> (T, ..., C) f32, x unchanged.
     """
     pairs = len(freqs)
-    angle = positions.astype(np.float32)[:, None] * np.asarray(freqs, like=x)  # (T, P)
+    angle = positions.astype(np.float32)[:, None] * np.asarray(freqs, like=x)  # (T, U)
     angle = angle.reshape((len(x), *[1] * (x.ndim - 2), pairs))
     cos, sin = np.cos(angle), np.sin(-angle if inverse else angle)
     out = x.copy()
     turning = x[..., -2 * pairs :]
-    # trap: neighbours form a pair (2i, 2i+1), not channel i with channel i + P
+    # trap: neighbours form a pair (2i, 2i+1), not channel i with channel i + U
     real, imag = turning[..., 0::2], turning[..., 1::2]
     out[..., -2 * pairs :: 2] = real * cos - imag * sin
     out[..., -2 * pairs + 1 :: 2] = real * sin + imag * cos

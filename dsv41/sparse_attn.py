@@ -10,7 +10,8 @@ The sink takes weight but brings no value, so a head can attend to nothing; it i
 sum runs over chunks of 64 rows with a running maximum, because the released kernel rounds exp(s -
 max) to bf16 inside a chunk before it meets the values, while the denominator keeps float32. A
 query without any row gives 0. q is rotated by its position before, o is rotated back after, which
-leaves distances only. Source: sparse_attn_kernel in inference/kernel.py; report, section 2.1.
+leaves distances only. Source: sparse_attn_kernel in inference/kernel.py; report, sections 2.3,
+2.4.4.
 """
 
 import numpy as np
@@ -24,7 +25,7 @@ BLOCK_ELEMENTS = 1 << 22  # gathered float32 values per block of queries
 
 @op
 def sparse_attn(q, window, window_rows, global_kv, global_rows, sink, numerics):
-    """q (T, H, C) f32, window (Nw, Rw) and global_kv (Ng, Rg) records, window_rows (T, W) and
+    """q (T, H, C) f32, window and global_kv (rows, Z) records, window_rows (T, W) and
     global_rows (T, K) int (-1 = empty), sink (H,) f32 -> o (T, H, C) f32, stored as bf16.
 
     A layer without global KV passes global_rows of shape (T, 0). Rows out of range raise.

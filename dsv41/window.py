@@ -19,7 +19,7 @@ from .rope import rotate
 
 
 def window_kv(x, p, positions, freqs, config, numerics):
-    """x (T, D) f32 normed layer input -> records (T, R) of `numerics.window_kv`.
+    """x (T, D) f32 normed layer input -> records (T, Z) of `numerics.window_kv`.
 
     p: the layer's "attn" parameters. The rotated channels are quantised like the others.
     """
@@ -56,5 +56,5 @@ def _left_packed(rows):
 
 
 def window_records(ring, new):
-    """ring (R, W, B) of the batch's requests, new (T, B) -> (R*W + T, B), old rows first."""
+    """ring (R, W, Z) of the batch's requests, new (T, Z) -> (R*W + T, Z), old rows first."""
     return np.concatenate([ring.reshape(-1, new.shape[-1]), new])

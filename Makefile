@@ -1,0 +1,32 @@
+# Every target sets itself up: the first run makes .venv, later runs reuse it.
+PYTHON ?= python3
+VENV := .venv
+RUN := $(VENV)/bin/python
+STAMP := $(VENV)/.installed
+
+.PHONY: demo test lint bench figures clean
+
+demo: $(STAMP)
+	$(RUN) -m dsv41 demo
+
+test: $(STAMP) lint
+	$(RUN) -m pytest -q -n auto tests
+
+lint: $(STAMP)
+	$(VENV)/bin/ruff check .
+	$(VENV)/bin/ruff format --check .
+
+bench: $(STAMP)
+	$(RUN) -m dsv41 bench
+
+figures: $(STAMP)
+	$(RUN) -m dsv41 ledger --figures out
+
+$(STAMP): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --upgrade pip
+	$(RUN) -m pip install --quiet --editable ".[text,plots,dev]"
+	touch $(STAMP)
+
+clean:
+	rm -rf $(VENV) out build dist *.egg-info

@@ -1,0 +1,92 @@
+"""How fast is the plain text on this machine, and what does batch invariance cost?
+
+Random weights of two sizes, "tiny" and about ten million parameters, run a prefill and a decode
+under each numerics, with and without `batch_invariant`. Tokens per second are the best of several
+runs; peak memory is what NumPy held at most during a prefill (tracemalloc, measured in a run of
+its own). Nothing here is a test: another machine prints other numbers.
+"""
+
+import time
+import tracemalloc
+
+import numpy as np
+
+from .init import random_params
+from .ledger import parameters
+from .model import Model
+from .presets import preset
+from .quant import FLOAT32, OFFICIAL
+
+
+def ten_million():
+    """The tiny plan with wider layers and more experts: about ten million parameters."""
+    return preset("tiny").but(
+        hidden_size=256,
+        moe_intermediate_size=128,
+        n_routed_experts=8,
+        head_dim=128,
+        qk_rope_head_dim=32,
+        index_topk=32,
+        candidate_topk_blocks=16,
+        sliding_window=64,
+        q_lora_rank=128,
+        o_lora_rank=64,
+        vocab_size=1024,
+    )
+
+
+def random_model(config, seed=0):
+    """A model with random weights and one Engram class per token id."""
+    params = random_params(config, np.random.default_rng(seed))
+    classes = np.arange(config.vocab_size) % config.engram_compressed_vocab_size
+    return Model(config, params, classes)
+
+
+def measure(model, numerics, prompt, steps, repeats=3):
+    """-> prefill tokens/s, decode tokens/s (best of `repeats`), peak bytes of the prefill."""
+    ids = np.random.default_rng(1).integers(0, model.config.vocab_size, prompt + steps)
+    prefill, decode = 0.0, 0.0
+    for _ in range(repeats):
+        cache = model.new_cache(numerics)
+        slots = [model.open(cache)]
+        start = time.perf_counter()
+        model.step(cache, slots, [ids[:prompt]])
+        middle = time.perf_counter()
+        for i in ids[prompt:]:
+            model.step(cache, slots, [[i]])
+        end = time.perf_counter()
+        prefill, decode = (
+            max(prefill, prompt / (middle - start)),
+            max(decode, steps / (end - middle)),
+        )
+    return prefill, decode, _peak(model, numerics, ids[:prompt])
+
+
+def _peak(model, numerics, ids):
+    tracemalloc.start()
+    try:
+        cache = model.new_cache(numerics)
+        model.step(cache, [model.open(cache)], [ids])
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+def report(prompt=1024, steps=32):
+    """Yield the lines of the benchmark's table as they are measured."""
+    for name, count in (("prompt", prompt), ("steps", steps)):
+        if count < 1:
+            raise ValueError(f"{name}: expected a positive number of tokens, got {count}")
+    yield f"prefill of {prompt:,} tokens, then {steps} decode steps of one request"
+    yield f"{'model':<8}{'numerics':<10}{'invariant':<11}{'prefill':>12}{'decode':>12}{'peak':>10}"
+    for name, config in (("tiny", preset("tiny")), ("10M", ten_million())):
+        model = random_model(config)
+        for numerics in (FLOAT32, OFFICIAL):
+            for invariant in (False, True):
+                chosen = numerics.but(batch_invariant=invariant)
+                prefill, decode, peak = measure(model, chosen, prompt, steps)
+                yield (
+                    f"{name:<8}{numerics.name:<10}{'yes' if invariant else 'no':<11}"
+                    f"{prefill:>8,.0f} t/s{decode:>8,.1f} t/s{peak / 1e6:>7,.0f} MB"
+                )
+        yield f"{name}: {parameters(config).backbone:,} parameters beside the Engram tables"

@@ -1,0 +1,181 @@
+"""python -m dsv41: one command per question that a user asks.
+
+    demo      does it run here, and does it agree with the reference?
+    inspect   what is in this checkpoint?
+    verify    which tensor of another run departs from ours first?
+    ledger    how many parameters, bytes and FLOPs, for every model of the family?
+    bench     how fast is the plain text on this machine?
+
+A user's mistake ends with one line on stderr and exit code 2.
+"""
+
+import argparse
+import sys
+import time
+from pathlib import Path
+
+GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "v41_tiny_a"
+
+
+def main(argv=None):
+    """Run one command; returns the exit code."""
+    arguments = _parser().parse_args(argv)
+    try:
+        return arguments.run(arguments) or 0
+    except (ValueError, FileNotFoundError, ImportError) as error:
+        print(f"dsv41 {arguments.command}: {error}", file=sys.stderr)
+        return 2
+    except BrokenPipeError:
+        return 0
+
+
+def _parser():
+    parser = argparse.ArgumentParser(
+        prog="python -m dsv41",
+        description="DeepSeek-V4.1-Flash in plain NumPy: run it, measure it, compare with it.",
+    )
+    commands = parser.add_subparsers(dest="command", required=True, metavar="COMMAND")
+
+    def add(name, run, text):
+        command = commands.add_parser(name, help=text, description=text)
+        command.set_defaults(run=run)
+        return command
+
+    demo = add("demo", _demo, "run a checkpoint and compare it with its reference arrays")
+    demo.add_argument("dir", nargs="?", type=Path, default=GOLDEN, help="default: tests/golden")
+
+    inspect = add("inspect", _inspect, "layer plan and tensor inventory; reads headers only")
+    inspect.add_argument("dir", type=Path, help="checkpoint directory")
+    inspect.add_argument("--axes", action="store_true", help="also explain the axis letters")
+
+    verify = add(
+        "verify", _verify, "compare a run with stored intermediates; name the first departure"
+    )
+    verify.add_argument("dir", type=Path, help="checkpoint directory")
+    verify.add_argument(
+        "arrays", type=Path, help=".npz of intermediates, with the token ids as ids"
+    )
+    verify.add_argument("--numerics", choices=("official", "float32"), default="official")
+    verify.add_argument("--all", action="store_true", help="print every tensor, not only the first")
+
+    ledger = add("ledger", _ledger, "parameters, FLOPs and cache bytes of the model family")
+    ledger.add_argument("dir", nargs="?", type=Path, help="a checkpoint directory or config.json")
+    ledger.add_argument("--context", type=int, nargs="+", default=[4096, 131_072, 1_048_576])
+    ledger.add_argument("--figures", type=Path, metavar="DIR", help="also draw both figures there")
+
+    bench = add("bench", _bench, "tokens per second and peak memory of two random models")
+    bench.add_argument("--prompt", type=int, default=1024, help="prompt tokens (default 1024)")
+    bench.add_argument("--steps", type=int, default=32, help="decode steps (default 32)")
+    return parser
+
+
+def _demo(arguments):
+    from . import FLOAT32, OFFICIAL, load
+    from .plan import format_plan
+
+    if not arguments.dir.exists():
+        raise ValueError(f"dir: no checkpoint at {arguments.dir}")
+    started = time.perf_counter()
+    model = load(arguments.dir)
+    print(f"{arguments.dir.name}: loaded in {time.perf_counter() - started:.2f} s\n")
+    print(format_plan(model.config.plan) + "\n")
+    _print_cache(model, OFFICIAL)
+    modes = (("prompt_fp32", FLOAT32), ("prompt_bf16q", OFFICIAL))
+    paths = [(arguments.dir / f"{stem}.npz", numerics) for stem, numerics in modes]
+    agreed = [_print_agreement(model, *pair) for pair in paths if pair[0].exists()]
+    return 0 if all(agreed) else 1
+
+
+def _print_agreement(model, path, numerics):
+    from .verify import compare_whole, load_arrays, prompt_ids
+
+    arrays = load_arrays(path)
+    started = time.perf_counter()
+    found = compare_whole(model, arrays, numerics)
+    seconds = time.perf_counter() - started
+    within = [d for d in found if d.within]
+    print(
+        f"{numerics.name:<9} {len(prompt_ids(arrays))} tokens in {seconds:.2f} s: "
+        f"{len(within)} of {len(found)} tensors agree with the reference, "
+        f"logits within {found[-1].distance:.2g}"
+    )
+    return len(within) == len(found)
+
+
+def _print_cache(model, numerics):
+    cache = model.new_cache(numerics)
+    model.open(cache)
+    cache.reserve(0, 1)
+    print(
+        f"cache under {numerics.name}: {cache.bytes_per_token():,.2f} bytes per token of context, "
+        f"{cache.bytes_per_request():,} bytes per request\n"
+    )
+
+
+def _inspect(arguments):
+    from . import dims
+    from .checkpoint import Checkpoint, inventory
+    from .plan import format_plan
+
+    checkpoint = Checkpoint(arguments.dir)
+    print(format_plan(checkpoint.config.plan) + "\n")
+    if arguments.axes:
+        print(dims.table(checkpoint.config) + "\n")
+    print(f"{'tensors':<40}{'count':>8}  {'type':<10}{'bytes':>20}")
+    for group, count, dtype, size in inventory(checkpoint):
+        print(f"{group:<40}{count:>8,}  {dtype:<10}{size:>20,}")
+    checkpoint.check()
+    extra = f"; {len(checkpoint.extra)} more are not part of it" if checkpoint.extra else ""
+    print(f"\nevery tensor of the model is there, with its shape and type{extra}")
+
+
+def _verify(arguments):
+    from . import FLOAT32, OFFICIAL, load
+    from .verify import compare_by_layer, compare_whole, load_arrays
+
+    numerics = OFFICIAL if arguments.numerics == "official" else FLOAT32
+    arrays = load_arrays(arguments.arrays)
+    model = load(arguments.dir)
+    found = compare_whole(model, arrays, numerics)
+    if not found:
+        raise ValueError(f"arrays: {arguments.arrays} holds no tensor that this model computes")
+    departed = [d for d in found if not d.within]
+    shown = found if arguments.all else departed[:1]
+    for departure in shown:
+        print(departure)
+    print(f"one run: {len(found) - len(departed)} of {len(found)} tensors agree")
+    if not departed:
+        return 0
+    for layer, tensors in compare_by_layer(model, arrays, numerics).items():
+        wrong = [d for d in tensors if not d.within]
+        verdict = f"first {wrong[0]}" if wrong else f"all {len(tensors)} tensors agree"
+        print(f"layer {layer} from its stored input: {verdict}")
+    return 1
+
+
+def _ledger(arguments):
+    from . import Config
+    from .families import MODELS
+    from .ledger import breakdown, report
+
+    if any(context < 1 for context in arguments.context):
+        raise ValueError("context: expected positive token counts")
+    if arguments.dir is not None:
+        print(breakdown(Config.load(arguments.dir)))
+    else:
+        print(report(list(MODELS.values()), arguments.context))
+    if arguments.figures:
+        from .figures import draw_decode_flops, draw_kv_bytes
+
+        arguments.figures.mkdir(parents=True, exist_ok=True)
+        for name, draw in (("kv_bytes", draw_kv_bytes), ("decode_flops", draw_decode_flops)):
+            path = arguments.figures / f"{name}.png"
+            draw(path)
+            print(f"wrote {path}")
+
+
+def _bench(arguments):
+    from .bench import report
+
+    for line in report(arguments.prompt, arguments.steps):
+        print(line, flush=True)
