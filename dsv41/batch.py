@@ -7,7 +7,7 @@ tokens, decode is many requests with one token each, a packed training sample is
 requests: the same code. A row never depends on another request's rows.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -16,17 +16,17 @@ TEXT = -1  # token type of a text token; an image span has types >= 0
 
 @dataclass(frozen=True)
 class Batch:
-    """T tokens of `count` requests: int64 arrays per token (T,) and per request (count,)."""
+    """T tokens of `count` requests: arrays per token (T,) and per request (count,)."""
 
     ids: np.ndarray  # token ids
     types: np.ndarray  # TEXT, or the kind of image position
     positions: np.ndarray  # position of the token in its request
     order: np.ndarray  # which request of the batch, 0 .. count-1
-    starts: np.ndarray  # first position of that request in this call
-    offsets: np.ndarray  # first row of that request in this call
+    starts: np.ndarray  # first position of that request in this batch
+    offsets: np.ndarray  # first row of that request in this batch
     floors: np.ndarray  # window keys before this position are not seen
     slots: np.ndarray  # (count,) the requests' places in the cache
-    lengths: np.ndarray  # (count,) tokens each request brings
+    lengths: np.ndarray  # (count,) tokens each request brings; 0 in some sub-batches
 
     @property
     def count(self):
@@ -41,10 +41,32 @@ class Batch:
         """Yield (slot, slice of rows, first position, position after the last) per request."""
         begin = 0
         for slot, length in zip(self.slots.tolist(), self.lengths.tolist(), strict=True):
-            rows = slice(begin, begin + length)
-            first = int(self.starts[begin])
-            yield slot, rows, first, first + length
+            if length:
+                first = int(self.positions[begin])
+                yield slot, slice(begin, begin + length), first, first + length
             begin += length
+
+    def only(self, keep):
+        """The rows where keep (T,) bool holds, an unbroken run of each request, as a Batch."""
+        lengths = np.bincount(self.order[keep], minlength=self.count)
+        offsets = (np.cumsum(lengths) - lengths)[self.order[keep]]
+        positions = self.positions[keep]
+        return replace(
+            self,
+            ids=self.ids[keep],
+            types=self.types[keep],
+            positions=positions,
+            order=self.order[keep],
+            starts=positions[offsets],
+            offsets=offsets,
+            floors=self.floors[keep],
+            lengths=lengths,
+        )
+
+    def with_floors(self, floor_of):
+        """The same rows with window floors: floor_of[slot] for every row of that slot."""
+        floors = np.array([floor_of[slot] for slot in self.slots.tolist()], np.int64)
+        return replace(self, floors=floors[self.order])
 
 
 def make_batch(requests, starts, slots, types=None):

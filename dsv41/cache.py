@@ -1,23 +1,29 @@
 """What does a request leave behind for its next token, and how many bytes is it?
 
-    window ring      every layer        W records per request       528 B each
-    main KV          every KV source    one record per `ratio` tokens   288 B
-    index key        every KV source    one record per `ratio` tokens    68 B
+    window ring      every layer        W records per request            528 B each
+    main KV          every KV source    one record per `ratio` tokens    288 B
+    index key        every KV source    one record per `ratio` tokens     68 B
     compressor carry ratio-2 sources    u and g of the token whose pair is open, float32
     Engram history   the request        classes of its last three tokens
 
-Global records (main KV, index keys) live in pages of `page_tokens` tokens: one page number stands
-for page_tokens / ratio rows of every source, and a request is a list of page numbers. Row of entry
-j:
+Global records (main KV, index keys) live in pages. A page is the same number in every pool, and
+holds the entries of `page_tokens` neighbouring tokens of one request; a request is a list of
+pages:
 
-    page_table[j // rows_per_page] * rows_per_page + j % rows_per_page
+    request        pages [5, 0, 9]          tokens 0..63 | 64..127 | 128..191
+    source, m = 2  rows  5*32 .. 5*32+31   | 0*32 .. 31 | 9*32 .. 9*32+31      (main KV and keys)
+    source, m = 1  rows  5*64 .. 5*64+63   | 0*64 .. 63 | 9*64 .. 9*64+63
 
-Under OFFICIAL the records are the released bytes; under FLOAT32 they are the float32 vectors.
+Under OFFICIAL the records are the released bytes; under FLOAT32 they are the float32 vectors. Rows
+behind a request's length are garbage that nobody reads: visibility is decided by position. Left
+out: sharing pages between requests; a stored prefix is copied in (prefix.py).
 """
+
+from collections import deque
 
 import numpy as np
 
-NEW_PAGES = 16  # the pool grows by doubling, from here
+NEW_PAGES = 16  # the pools grow by doubling, from here
 
 
 class Cache:
@@ -27,16 +33,16 @@ class Cache:
         ratios = [config.compress_ratios[s] for s in config.kv_source_layer_ids]
         if page_tokens < 1 or any(page_tokens % ratio for ratio in ratios):
             raise ValueError(f"page_tokens: expected a positive even number, got {page_tokens}")
-        self.config, self.numerics, self.page_tokens, self.like = (
-            config,
-            numerics,
-            page_tokens,
-            like,
-        )
+        self.config, self.numerics, self.page_tokens = config, numerics, page_tokens
+        self.like = like
         self.ratio = dict(zip(config.kv_source_layer_ids, ratios, strict=True))
         self.length = []  # tokens seen, per slot; None where the slot is free
         self.pages = []  # page numbers, per slot
-        self.free_pages = []
+        self.free_pages = deque()
+        self.written = {s: [] for s in self.ratio}  # tokens whose global KV exists, per slot
+        self.floor = {"encoder": [], "decoder": []}  # first token with window KV, per slot
+        self.marks = {}  # slot -> what a rollback needs (rollback.py)
+        self.work = {"encoder": 0, "decoder": 0}  # tokens times layers computed so far
         self.history = np.zeros((0, config.engram_max_ngram_size - 1), np.int64)
         self.window = [self._ring(0) for _ in range(config.num_hidden_layers)]
         self.carry = {s: self._carry(0) for s, ratio in self.ratio.items() if ratio > 1}
@@ -47,15 +53,11 @@ class Cache:
 
     def add(self, pad_class=0):
         """Open a request and return its slot. `pad_class` is what Engram sees before its start."""
-        if None in self.length:
-            slot = self.length.index(None)
-        else:
-            slot = len(self.length)
-            self.length.append(None)
-            self.pages.append([])
-            self._grow_slots(max(4, 2 * slot) if slot >= len(self.history) else len(self.history))
+        slot = self.length.index(None) if None in self.length else self._new_slot()
         self.length[slot] = 0
         self.history[slot] = pad_class
+        for per_slot in (*self.written.values(), *self.floor.values()):
+            per_slot[slot] = 0
         return slot
 
     def release(self, slot):
@@ -63,21 +65,51 @@ class Cache:
         self.require_open(slot)
         self.free_pages += self.pages[slot]
         self.length[slot], self.pages[slot] = None, []
+        self.marks.pop(slot, None)
 
     def reserve(self, slot, length):
         """Give the request the pages that `length` tokens need."""
         self.require_open(slot)
-        needed = -(-length // self.page_tokens) - len(self.pages[slot])
+        needed = self._page_count(length) - len(self.pages[slot])
         if needed > len(self.free_pages):
             self._grow_pages(needed - len(self.free_pages))
-        self.pages[slot] += [self.free_pages.pop(0) for _ in range(max(needed, 0))]
+        self.pages[slot] += [self.free_pages.popleft() for _ in range(max(needed, 0))]
+
+    def trim(self, slot):
+        """Give back the pages behind the request's length."""
+        used = self._page_count(self.length[slot])
+        self.free_pages += self.pages[slot][used:]
+        del self.pages[slot][used:]
 
     def require_open(self, slot):
         """Raise ValueError unless `slot` is an open request."""
         if not 0 <= slot < len(self.length) or self.length[slot] is None:
             raise ValueError(f"slot: {slot} is not an open request")
 
-    # ---- rows and records ------------------------------------------------------------------
+    # ---- one call --------------------------------------------------------------------------
+
+    def begin(self, batch, decode_from=None):
+        """Make room for the batch's tokens -> (T,) bool, the rows that run through the decoder.
+
+        decode_from: a position per request. Tokens before it leave no window KV in the decoder,
+        so its windows begin there.
+        """
+        for slot, _, _, end in batch.segments():
+            self.reserve(slot, end)
+        if decode_from is None:
+            return np.ones(len(batch.ids), bool)
+        decode_from = np.asarray(decode_from, np.int64)
+        for (slot, _, first, end), position in zip(batch.segments(), decode_from, strict=True):
+            if position > first:
+                self.floor["decoder"][slot] = min(int(position), end)
+        return batch.positions >= decode_from[batch.order]
+
+    def advance(self, batch):
+        """The batch's tokens have been computed: count them."""
+        for slot, _, _, end in batch.segments():
+            self.length[slot] = end
+
+    # ---- global records --------------------------------------------------------------------
 
     def rows(self, source, slot, entries):
         """Pool rows (same shape, int64) of a request's entry numbers; -1 stays -1."""
@@ -96,6 +128,25 @@ class Cache:
         empty = self.numerics.main_kv.new_records((0,), self.config.head_dim, like=self.like)
         return empty, np.zeros((tokens, 0), np.int64, like=self.like)
 
+    def write_entries(self, source, entries, owners, kv, keys):
+        """Store entry entries[i] of slot owners[i]: kv (N, Z) main KV, keys (N, Z) index keys."""
+        for slot in np.unique(owners).tolist():
+            mine = owners == slot
+            rows = self.rows(source, slot, entries[mine])
+            self.main_kv[source][rows], self.index[source][rows] = kv[mine], keys[mine]
+
+    def not_written(self, source, batch):
+        """(T,) bool: tokens whose global KV the source has not stored yet."""
+        written = np.array([self.written[source][slot] for slot in batch.slots.tolist()])
+        return batch.positions >= written[batch.order]
+
+    def mark_written(self, source, batch):
+        """The source has stored the global KV of all tokens of the batch."""
+        for slot, _, _, end in batch.segments():
+            self.written[source][slot] = end
+
+    # ---- per request -----------------------------------------------------------------------
+
     def write_window(self, layer, batch, records):
         """Put the last W new records of every request into its ring."""
         width = self.config.sliding_window
@@ -103,18 +154,28 @@ class Cache:
         slots = batch.slots[batch.order[recent]]
         self.window[layer][slots, batch.positions[recent] % width] = records[recent]
 
+    def set_history(self, slot, history, classes):
+        """history (n - 1,): the request's last classes; classes (t,): those of the new tokens."""
+        self.history[slot] = history
+        if slot in self.marks:
+            self.marks[slot].classes.append(classes)
+
+    def note_pending(self, source, slot, candidates):
+        """candidates (t, 2, C): u and g of the new tokens, in case the request is rolled back."""
+        if slot in self.marks:
+            self.marks[slot].candidates[source].append(candidates)
+
     # ---- bytes -----------------------------------------------------------------------------
 
     def bytes_per_token(self):
         """Bytes of global KV that one more token costs, measured on the arrays' own records."""
         pools = (self.main_kv, self.index)
-        return sum(p[s][:1].nbytes / self.ratio[s] for p in pools for s in self.ratio)
+        return sum(_bytes_of_a_row(p[s]) / self.ratio[s] for p in pools for s in self.ratio)
 
     def bytes_per_request(self):
         """Bytes a request holds whatever its length: rings, carry, Engram history."""
-        rings = sum(ring[:1].nbytes for ring in self.window)
-        carries = sum(carry[:1].nbytes for carry in self.carry.values())
-        return rings + carries + self.history[:1].nbytes
+        arrays = [*self.window, *self.carry.values(), self.history]
+        return sum(_bytes_of_a_row(array) for array in arrays)
 
     @property
     def nbytes(self):
@@ -123,6 +184,9 @@ class Cache:
         return sum(a.nbytes for a in arrays) + self.history.nbytes
 
     # ---- storage ---------------------------------------------------------------------------
+
+    def _page_count(self, length):
+        return -(-length // self.page_tokens)
 
     def _ring(self, slots):
         shape = (slots, self.config.sliding_window)
@@ -135,8 +199,17 @@ class Cache:
     def _pool(self, kind, source, pages):
         rows = pages * (self.page_tokens // self.ratio[source])
         channels = self.config.head_dim if kind == "main_kv" else self.config.index_head_dim
-        fmt = getattr(self.numerics, kind)
-        return fmt.new_records((rows,), channels, like=self.like)
+        return getattr(self.numerics, kind).new_records((rows,), channels, like=self.like)
+
+    def _new_slot(self):
+        slot = len(self.length)
+        self.length.append(None)
+        self.pages.append([])
+        for per_slot in (*self.written.values(), *self.floor.values()):
+            per_slot.append(0)
+        if slot == len(self.history):
+            self._grow_slots(max(4, 2 * slot))
+        return slot
 
     def _grow_slots(self, count):
         self.window = [_extended(ring, self._ring(count)) for ring in self.window]
@@ -158,3 +231,7 @@ def _extended(old, new):
     """new, with old's rows in front."""
     new[: len(old)] = old
     return new
+
+
+def _bytes_of_a_row(array):
+    return array.itemsize * int(np.prod(array.shape[1:]))

@@ -8,13 +8,16 @@ from one vector per token, the attention input of that first decoder layer:
 
 Later decoder layers own no compressor; they read layer 20's entries, and their own window. So a
 prompt token's deep decoder states are never read through global attention, only through the
-windows of the last tokens. Both halves are causal. This module runs the two halves over one
-`block`; here every token passes through every layer, which is exact. Source: report, sections 2.2
+windows of the last tokens. Both halves are causal. When every row is decoded, every token passes
+through every layer, which is exact; a prefill may decode only the last window of a prompt, which is
+what the report calls decoder SWA bounded replay (replay.py). Source: report, sections 2.2
 and 3.2.2; there is no extra projection or norm between the halves in the released
 inference/model.py.
 """
 
-from .csa2 import Shared, attention
+import numpy as np
+
+from .csa2 import attention, write_global_kv
 from .engram import engram
 from .mhc import hc_coefficients, hc_collapse, hc_update
 from .moe import moe_experts, route
@@ -28,71 +31,86 @@ def halves(plan):
     return encoder, plan[len(encoder) :]
 
 
-def run_layers(streams, pre, params, rows, cache, batch, config, numerics, trace=None):
-    """All blocks: streams (T, S, D), pre (T, S), rows: Engram rows per module -> streams, pre.
+def run_layers(streams, pre, layers, decodes, call):
+    """All blocks: streams (T, S, D), pre (T, S), layers: their parameters, decodes (T,) bool.
 
-    `shared` begins empty with the call and is handed from layer to layer.
+    Rows where `decodes` is False end after the encoder half, their global KV complete.
+    -> streams and pre of the decoded rows.
     """
-    shared = Shared()
-    encoder, decoder = halves(config.plan)
-    for layer in encoder + decoder:
-        p = params["layers"][layer.index]
-        streams, pre = block(
-            streams, pre, p, layer, rows, shared, cache, batch, config, numerics, trace
-        )
+    encoder, decoder = halves(call.config.plan)
+    call = call.with_floors("encoder")
+    for layer in encoder:
+        streams, pre = block(streams, pre, layers[layer.index], layer, call)
+    if decoder and not decodes.all():
+        write_decoder_kv(streams, pre, layers[decoder[0].index], decoder[0], call)
+        streams, pre, call = streams[decodes], pre[decodes], call.only(decodes)
+    call = call.with_floors("decoder")
+    for layer in decoder if len(streams) else ():
+        streams, pre = block(streams, pre, layers[layer.index], layer, call)
     return streams, pre
 
 
-def block(streams, pre, p, layer, rows, shared, cache, batch, config, numerics, trace=None):
+def write_decoder_kv(streams, pre, p, layer, call):
+    """Global KV of the decoder half for all rows, from what the encoder half left behind."""
+    x = hc_collapse(streams, pre, call.numerics)
+    x = rmsnorm(x, p["attn_norm"]["weight"], call.config.rms_norm_eps, call.numerics)
+    write_global_kv(x, p["attn"], layer, call)
+
+
+def block(streams, pre, p, layer, call):
     """One decoder block: Engram, attention, MoE -> new streams (T, S, D), pre for the next block.
 
     trap: `pre` is one sublayer late. Attention reads the streams through the pre that the block
     before made at its MoE; the MoE reads them through the pre made at this block's attention.
     """
     if layer.engram is not None:
-        streams, gate = engram(
-            streams, rows[layer.engram], p["engram"], batch.is_image, config, numerics
-        )
-        put(trace, layer, "engram.rows", lambda: rows[layer.engram])
-        put(trace, layer, "engram.gate", lambda: gate)
-        put(trace, layer, "engram.x", lambda: streams)
-
-    def attend(x):
-        return attention(x, p["attn"], layer, shared, cache, batch, config, numerics, trace)
-
-    def feed_forward(x):
-        return moe(x, p["ffn"], layer, batch, config, numerics, trace)
-
-    streams, pre = sublayer(streams, pre, attend, "attn", p, layer, config, numerics, trace)
-    streams, pre = sublayer(streams, pre, feed_forward, "ffn", p, layer, config, numerics, trace)
-    put(trace, layer, "x_out", lambda: streams)
+        streams = remember(streams, p["engram"], layer, call)
+    if call.features is not None and layer.index in call.config.dspark_target_layer_ids:
+        call.features.append(call.numerics.store(np.mean(streams, axis=1)))
+    streams, pre = sublayer(streams, pre, "attn", attention, p, layer, call)
+    streams, pre = sublayer(streams, pre, "ffn", moe, p, layer, call)
+    put(call.trace, layer, "x_out", lambda: streams)
+    call.cache.work[layer.half] += len(streams)
     return streams, pre
 
 
-def sublayer(streams, pre, function, name, p, layer, config, numerics, trace=None):
+def remember(streams, p, layer, call):
+    """The Engram addition in front of a block; the carried pre stays as it is."""
+    rows = call.memory[layer.engram]
+    streams, gate = engram(streams, rows, p, call.batch.is_image, call.config, call.numerics)
+    put(call.trace, layer, "engram.rows", lambda: rows)
+    put(call.trace, layer, "engram.gate", lambda: gate)
+    put(call.trace, layer, "engram.x", lambda: streams)
+    return streams
+
+
+def sublayer(streams, pre, name, function, p, layer, call):
     """Predict coefficients, collapse with the old pre, norm, run, update -> streams, new pre."""
+    config, numerics = call.config, call.numerics
     coefficients = [p[f"hc_{name}_{part}"] for part in ("fn", "base", "scale")]
     new_pre, post, comb = hc_coefficients(streams, *coefficients, config, numerics)
     x = hc_collapse(streams, pre, numerics)
-    y = function(rmsnorm(x, p[f"{name}_norm"]["weight"], config.rms_norm_eps, numerics))
+    x = rmsnorm(x, p[f"{name}_norm"]["weight"], config.rms_norm_eps, numerics)
+    y = function(x, p[name], layer, call)
     for part, value in (("pre", new_pre), ("post", post), ("comb", comb)):
-        put(trace, layer, f"hc_{name}.{part}", lambda value=value: value)
-    put(trace, layer, f"{name}.out", lambda: y)
+        put(call.trace, layer, f"hc_{name}.{part}", lambda value=value: value)
+    put(call.trace, layer, f"{name}.out", lambda: y)
     return hc_update(streams, y, post, comb, numerics), new_pre
 
 
-def moe(x, p, layer, batch, config, numerics, trace=None):
+def moe(x, p, layer, call):
     """The MoE sublayer of the backbone: x (T, D) -> (T, D)."""
+    config, is_image = call.config, call.batch.is_image
     chosen, weight, biased = route(
         x,
         p["gate"],
-        batch.is_image,
+        is_image,
         config.num_experts_per_tok,
         config.routed_scaling_factor,
         config.norm_topk_prob,
-        numerics,
+        call.numerics,
     )
-    put(trace, layer, "moe.biased", lambda: biased)
-    put(trace, layer, "moe.expert", lambda: chosen)
-    put(trace, layer, "moe.weight", lambda: weight)
-    return moe_experts(x, p, chosen, weight, config.swiglu_limit, numerics)
+    put(call.trace, layer, "moe.biased", lambda: biased)
+    put(call.trace, layer, "moe.expert", lambda: chosen)
+    put(call.trace, layer, "moe.weight", lambda: weight)
+    return moe_experts(x, p, chosen, weight, config.swiglu_limit, call.numerics)

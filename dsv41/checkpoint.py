@@ -1,20 +1,19 @@
-"""How does a directory in the released layout become `params`, and how is it written?
+"""How does a directory in the released layout become `params`?
 
     config.json                          which model, and so which tensors (tensors.py)
     model.safetensors                    all of them, or
     model.safetensors.index.json         {"weight_map": {tensor name: shard file}} and the shards
 
-Opening reads headers only and compares every name, shape and type with the config before a number
-is used. `load_params` then gives nested dicts whose keys spell the tensor names; a quantised weight
-and its scale are one leaf. A model that fits in memory becomes float32 arrays. A larger one keeps
-its bytes on disk: leaves are QuantizedWeight or Bf16Weight over memory maps, decoded when used.
-Engram tables always stay on disk, as codes and scales, and are read by the row (engram.py).
+Opening reads headers only. `load_params` compares every name, shape and type with the config before
+it uses a number, and returns nested dicts whose keys spell the tensor names; a quantised weight and
+its scale are one leaf. A model that fits in memory becomes float32 arrays. A larger one keeps its
+bytes on disk: leaves are QuantizedWeight or Bf16Weight over memory maps, decoded when used. Engram
+tables always stay on disk, as codes and scales, and are read by the row (engram.py).
 
 Source: the layout of the release on Hugging Face. trap: E8M0 scales and FP4 pairs are bytes, not
 numbers; casting one instead of decoding it rescales every weight without an error.
 """
 
-import json
 from collections import Counter
 from dataclasses import dataclass
 from functools import cached_property
@@ -23,11 +22,10 @@ from pathlib import Path, PurePosixPath
 import numpy as np
 
 from .config import Config
-from .formats import decode_bf16, encode_bf16, f32
-from .ops import dense
-from .quant import WEIGHT_FP8, QuantizedWeight, quantize_weight, require_finite_weight
-from .safetensors import DTYPES, TensorFile, atomic_file, parse_json, write_tensors
-from .tensors import PARTS, dense_bytes, expected_tensors, flatten, nest, part_of
+from .formats import decode_bf16
+from .quant import QuantizedWeight, require_finite_weight
+from .safetensors import TensorFile, parse_json
+from .tensors import PARTS, dense_bytes, expected_tensors, nest, part_of
 
 CONFIG, SINGLE, INDEX = "config.json", "model.safetensors", "model.safetensors.index.json"
 SHOWN = 5  # problems spelled out in one error
@@ -71,7 +69,7 @@ class Checkpoint:
         for name, spec in self.expected.items():
             if part_of(name) in parts:
                 problems += self._problems(name, spec)
-        _raise_if_any(problems, f"{self.directory}: tensors do not fit {CONFIG}")
+        raise_if_any(problems, f"{self.directory}: tensors do not fit {CONFIG}")
 
     def _problems(self, name, spec):
         if name not in self.files:
@@ -88,7 +86,8 @@ class Checkpoint:
         return self.files[name]
 
 
-def _raise_if_any(problems, title):
+def raise_if_any(problems, title):
+    """One ValueError for a list of sentences, of which it spells out the first few."""
     if problems:
         more = f"; and {len(problems) - SHOWN} more" if len(problems) > SHOWN else ""
         raise ValueError(f"{title}: {'; '.join(problems[:SHOWN])}{more}")
@@ -114,14 +113,14 @@ def _open_shards(directory, weight_map):
         raise ValueError(f"{directory / INDEX}: weight_map must map tensor names to file names")
     paths = {shard: _path_inside(directory, shard) for shard in sorted(set(weight_map.values()))}
     missing = [shard for shard, path in paths.items() if not path.is_file()]
-    _raise_if_any(missing, f"{directory}: missing shards")
+    raise_if_any(missing, f"{directory}: missing shards")
     files = {shard: TensorFile.open(path) for shard, path in paths.items()}
     lacking = [
         f"{name} is not in {shard}"
         for name, shard in weight_map.items()
         if name not in files[shard].entries
     ]
-    _raise_if_any(lacking, f"{directory / INDEX}: promises what its shards lack")
+    raise_if_any(lacking, f"{directory / INDEX}: promises what its shards lack")
     return {name: files[shard] for name, shard in weight_map.items()}
 
 
@@ -184,7 +183,7 @@ def _load_leaf(checkpoint, name, spec, resident):
     if spec.layout == "table":
         return stored
     if spec.layout:  # the FP4 pairs come as signed bytes
-        scales = checkpoint.raw(_scale_of(name))
+        scales = checkpoint.raw(scale_of(name))
         leaf = QuantizedWeight(stored.view(np.uint8), scales, spec.layout, name)
     elif spec.dtype == "BF16":
         leaf = Bf16Weight(stored, name)
@@ -193,109 +192,9 @@ def _load_leaf(checkpoint, name, spec, resident):
     return leaf.dense() if resident or len(spec.shape) == 1 else leaf
 
 
-def _scale_of(weight):
+def scale_of(weight):
+    """The tensor that holds the scales of `weight`, by name."""
     return weight.removesuffix("weight") + "scale"
-
-
-def save(directory, config, params, shard_bytes=None):
-    """Write params, of every part that the config has, in the released layout.
-
-    Float32 leaves are rounded to the stored type: 32x32 tiles, FP4 rows, Engram rows, bf16; values
-    that came from such a type keep their value, but only leaves as stored keep their bits.
-    `shard_bytes` spreads the tensors over files of at most that size (a larger tensor gets its
-    own). A file appears complete or not at all, and an index only after all that it promises.
-    """
-    directory, expected = Path(directory), expected_tensors(config)
-    leaves = _code_tables(flatten(params))
-    _check_leaves(leaves, expected)
-    other = directory / (SINGLE if shard_bytes else INDEX)
-    if other.exists():
-        raise ValueError(f"{other}: exists; a second layout beside it would contradict it")
-    directory.mkdir(parents=True, exist_ok=True)
-    files = _split(expected, shard_bytes)
-    for file, names in files.items():
-        tensors = {name: (expected[name].dtype, expected[name].shape) for name in names}
-        write_tensors(directory / file, tensors, lambda name: _stored(name, leaves, expected))
-    _write_json(directory / CONFIG, config.to_dict())
-    if shard_bytes:
-        total = sum(spec.nbytes for spec in expected.values())
-        weight_map = {name: file for file, names in files.items() for name in names}
-        _write_json(directory / INDEX, dict(metadata={"total_size": total}, weight_map=weight_map))
-
-
-def _code_tables(leaves):
-    """leaves with every float32 Engram table replaced by its codes and scales, per 32 of a row."""
-    for name in [name for name in leaves if name.endswith("engram.embed.weight")]:
-        if leaves[name].dtype != np.uint8:
-            table = WEIGHT_FP8.quantize(_finite(leaves[name], name))
-            leaves[name], leaves[_scale_of(name)] = table
-    return leaves
-
-
-def _check_leaves(leaves, expected):
-    """Refuse params that another config would describe, before anything is written."""
-    wanted = {name: spec for name, spec in expected.items() if spec.layout != "scale"}
-    problems = [f"{name} is no leaf of this model" for name in leaves if name not in wanted]
-    for name, spec in wanted.items():
-        problems += _leaf_problems(name, spec, leaves.get(name))
-    _raise_if_any(problems, "params do not fit the config")
-
-
-def _leaf_problems(name, spec, leaf):
-    # trap: codes taken for numbers would be rounded and stored without an error
-    kind = np.uint8 if spec.layout == "table" else np.floating
-    if leaf is None:
-        yield f"{name} is missing"
-    elif leaf.shape != spec.logical_shape:
-        yield f"{name} has shape {list(leaf.shape)}, expected {list(spec.logical_shape)}"
-    elif isinstance(leaf, np.ndarray) and not np.issubdtype(leaf.dtype, kind):
-        yield f"{name} has type {leaf.dtype}, expected {kind.__name__}"
-
-
-def _split(expected, shard_bytes):
-    """-> file name -> tensor names, in model order, each file filled up to shard_bytes."""
-    if not shard_bytes:
-        return {SINGLE: list(expected)}
-    shards, room = [], 0
-    for name, spec in expected.items():
-        if not shards or spec.nbytes > room:
-            shards.append([])
-            room = shard_bytes
-        shards[-1].append(name)
-        room -= spec.nbytes
-    count = len(shards)
-    return {f"model-{i:05d}-of-{count:05d}.safetensors": s for i, s in enumerate(shards, 1)}
-
-
-def _stored(name, leaves, expected):
-    """The array to store as tensor `name`; leaves as stored keep their bits."""
-    spec = expected[name]
-    if spec.layout == "scale":
-        weight = name.removesuffix("scale") + "weight"
-        return _quantized(leaves[weight], expected[weight].layout, weight).scales
-    leaf = leaves[name]
-    if spec.layout == "table":
-        return leaf
-    if spec.layout:
-        return _quantized(leaf, spec.layout, name).codes.view(DTYPES[spec.dtype][1])
-    if spec.dtype == "BF16":
-        return leaf.codes if isinstance(leaf, Bf16Weight) else encode_bf16(_finite(leaf, name))
-    return _finite(leaf, name)
-
-
-def _quantized(leaf, layout, name):
-    if isinstance(leaf, QuantizedWeight) and leaf.layout == layout:
-        return leaf
-    return quantize_weight(_finite(leaf, name), layout)
-
-
-def _finite(leaf, name):
-    return require_finite_weight(f32(dense(leaf)), name)
-
-
-def _write_json(path, value):
-    with atomic_file(path) as out:
-        out.write((json.dumps(value, indent=2) + "\n").encode())
 
 
 _GROUPS = (  # (what a tensor's name contains, its line in the inventory); the first match counts

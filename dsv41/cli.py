@@ -156,7 +156,7 @@ def _verify(arguments):
 def _ledger(arguments):
     from . import Config
     from .families import MODELS
-    from .ledger import breakdown, report
+    from .ledger_tables import breakdown, report
 
     if any(context < 1 for context in arguments.context):
         raise ValueError("context: expected positive token counts")

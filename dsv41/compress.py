@@ -47,6 +47,7 @@ def compress(x, p, source, ratio, cache, batch, config, numerics):
         owners.append(np.full(end // ratio - first // ratio, slot))
         if len(both) > whole:
             cache.carry[source][slot, : len(both) - whole] = both[whole:]
+        cache.note_pending(source, slot, both[-(end - first) :])
     latent = rmsnorm(
         numerics.store(np.concatenate(pooled)), p["norm"]["weight"], config.rms_norm_eps, numerics
     )

@@ -7,13 +7,11 @@ Every layer attends to its own window. Layers with a ratio also attend to compre
     reuse     writes nothing, scores nothing; reads the entries that its index source selected
 
 So a Reuse layer reads three things: its own window records, the main KV of `layer.kv_source`, and
-the entry numbers that `layer.index_source` put into `shared` during this same call. The records
-live in the cache, owned by the source layer; the selections live in `Shared`, made anew for every
-call, so that no layer can see another call's, another request's or a not yet computed choice.
-Source: Attention in the released inference/model.py; report, section 2.3.1.
+the entry numbers that `layer.index_source` put into `call.shared` during this same call. The
+records live in the cache, owned by the source layer; the selections live in `Shared` (call.py),
+made anew for every call, so that no layer can see another call's, another request's or a not yet
+computed choice. Source: Attention in the released inference/model.py; report, section 2.3.1.
 """
-
-from dataclasses import dataclass, field
 
 import numpy as np
 
@@ -22,40 +20,30 @@ from .compress import compress, main_kv
 from .projections import grouped_output, low_rank_queries
 from .rope import frequencies
 from .sparse_attn import rope_sparse_attn
-from .trace import put, put_pool, put_scores
+from .trace import open_scores, put, put_pool, put_scores
 from .window import window_index, window_kv, window_records
 
 BLOCK_ELEMENTS = 1 << 22  # bound on a query block's largest temporary
 
 
-@dataclass
-class Shared:
-    """What index sources leave for the layers behind them, within one call.
-
-    selected: {index source: (T, K) entry numbers, -1 padded}; pool: (T, B) block numbers of the
-    candidate source, -1 padded, None before it has run.
-    """
-
-    selected: dict = field(default_factory=dict)
-    pool: np.ndarray | None = None
-
-
-def attention(x, p, layer, shared, cache, batch, config, numerics, trace=None):
+def attention(x, p, layer, call):
     """One attention sublayer: x (T, D) f32, the normed collapse of the streams -> y (T, D) f32.
 
-    p: the layer's "attn" parameters. Appends to the cache, and to `shared` where the layer selects.
+    p: the layer's "attn" parameters. Appends to the cache, and to `call.shared` where the layer
+    selects.
     """
+    batch, cache, config, numerics = call.batch, call.cache, call.config, call.numerics
     freqs = frequencies(config, layer.ratio)
     c_q, q = low_rank_queries(x, p, config, numerics)
     own = window_kv(x, p, batch.positions, freqs, config, numerics)
-    put(trace, layer, "attn.swa_kv", lambda: numerics.window_kv.decode(own, config.head_dim))
+    put(call.trace, layer, "attn.swa_kv", lambda: numerics.window_kv.decode(own, config.head_dim))
     if layer.mode == "full":
-        write_global_kv(x, p, layer, freqs, cache, batch, config, numerics, trace)
+        write_global_kv(x, p, layer, call)
     if layer.selects:
-        select(x, c_q, p, layer, freqs, shared, cache, batch, config, numerics, trace)
-    global_kv, global_rows = global_rows_of(layer, shared, cache, batch)
+        select(x, c_q, p, layer, call)
     window = window_records(cache.window[layer.index][batch.slots], own)
     window_rows = window_index(batch, config.sliding_window)
+    global_kv, global_rows = global_rows_of(layer, call)
     sink = p["attn_sink"]
     o = rope_sparse_attn(
         q, batch.positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
@@ -64,67 +52,82 @@ def attention(x, p, layer, shared, cache, batch, config, numerics, trace=None):
     return grouped_output(o, p, config, numerics)
 
 
-def write_global_kv(x, p, layer, freqs, cache, batch, config, numerics, trace=None):
-    """Compress x and append the new entries' main KV and index keys to the source's pools."""
-    source, ratio = layer.index, layer.ratio
+def write_global_kv(x, p, layer, call):
+    """Compress x and append the new entries' main KV and index keys to the source's pools.
+
+    Tokens whose entries the cache has already add nothing: a stored prefix that is replayed, or
+    rows that ced.py has written before it let most of them go.
+    """
+    new = call.cache.not_written(layer.index, call.batch)
+    if not new.any():
+        return
+    batch, cache, config, numerics = call.batch.only(new), call.cache, call.config, call.numerics
+    source, freqs = layer.index, frequencies(config, layer.ratio)
     latent, entries, owners = compress(
-        x, p["compressor"], source, ratio, cache, batch, config, numerics
+        x[new], p["compressor"], source, layer.ratio, cache, batch, config, numerics
     )
+    positions = entries * layer.ratio  # of the groups' first tokens
     # trap: the index key is made from the latent before rotation and before FP4
-    kv = main_kv(latent, entries * ratio, freqs, numerics)
-    keys = indexer.index_keys(latent, p["indexer"], entries * ratio, freqs, config, numerics)
-    for slot in np.unique(owners).tolist():
-        mine = owners == slot
-        rows = cache.rows(source, slot, entries[mine])
-        cache.main_kv[source][rows], cache.index[source][rows] = kv[mine], keys[mine]
-    put(trace, layer, "cmp.latent", lambda: latent)
-    put(trace, layer, "cmp.main_kv", lambda: numerics.main_kv.decode(kv, config.head_dim))
-    put(trace, layer, "idx.k", lambda: numerics.index.decode(keys, config.index_head_dim))
+    kv = main_kv(latent, positions, freqs, numerics)
+    keys = indexer.index_keys(latent, p["indexer"], positions, freqs, config, numerics)
+    cache.write_entries(source, entries, owners, kv, keys)
+    cache.mark_written(source, batch)
+    put(call.trace, layer, "cmp.latent", lambda: latent)
+    put(call.trace, layer, "cmp.main_kv", lambda: numerics.main_kv.decode(kv, config.head_dim))
+    put(call.trace, layer, "idx.k", lambda: numerics.index.decode(keys, config.index_head_dim))
 
 
-def select(x, c_q, p, layer, freqs, shared, cache, batch, config, numerics, trace=None):
-    """Score the source's keys and put the top-k, and the pool if published, into `shared`.
+def select(x, c_q, p, layer, call):
+    """Score the source's keys and put the top-k, and the pool if published, into `call.shared`.
 
     Runs over blocks of queries of one request, so that no (T, N) array exists.
     """
-    q, w = indexer.index_queries(x, c_q, p["indexer"], batch.positions, freqs, config, numerics)
+    batch, config, shared = call.batch, call.config, call.shared
+    freqs = frequencies(config, layer.ratio)
+    q, w = indexer.index_queries(
+        x, c_q, p["indexer"], batch.positions, freqs, config, call.numerics
+    )
     visible = (batch.positions + 1) // layer.ratio
     shared.selected[layer.index] = np.zeros((len(x), config.index_topk), np.int64) - 1
     if layer.candidates == "publish":
         shared.pool = np.zeros((len(x), config.candidate_topk_blocks), np.int64) - 1
+    open_scores(call.trace, layer, visible)
     choose = choose_in_pool if layer.candidates == "consume" else choose_anywhere
     for slot, rows, _, end in batch.segments():
-        keys = cache.index_keys(layer.kv_source, slot, end // layer.ratio)
+        keys = call.cache.index_keys(layer.kv_source, slot, end // layer.ratio)
         for at in _query_blocks(rows, layer, len(keys), config):
-            seen = keys[: int(visible[at][-1])]  # positions ascend, so the last query sees most
-            scores = choose(q, w, seen, visible, at, layer, shared, config, numerics)
-            put_scores(trace, layer, at, visible, *scores, len(keys))
-    put(trace, layer, "idx.q", lambda: q)
-    put(trace, layer, "idx.w", lambda: w)
-    put(trace, layer, "idx.topk", lambda: shared.selected[layer.index])
-    put_pool(trace, layer, shared, visible, config)
+            seen = keys[: int(visible[at][-1])]  # positions ascend: the last query sees most
+            if len(seen):
+                scores = choose(q[at], w[at], seen, visible[at], at, layer, call)
+                put_scores(call.trace, layer, at, visible, *scores)
+    put(call.trace, layer, "idx.q", lambda: q)
+    put(call.trace, layer, "idx.w", lambda: w)
+    put(call.trace, layer, "idx.topk", lambda: shared.selected[layer.index])
+    put_pool(call.trace, layer, shared, visible, config)
 
 
-def choose_anywhere(q, w, keys, visible, at, layer, shared, config, numerics):
-    """Top-k over all visible keys for the queries `at`; returns (scores (t, N), None)."""
-    scores = indexer.index_scores(q[at], w[at], keys, numerics)
-    shared.selected[layer.index][at] = indexer.index_topk(scores, visible[at], config.index_topk)
+def choose_anywhere(q, w, keys, visible, at, layer, call):
+    """Top-k over all keys for the queries in rows `at`; returns (scores (t, N), None)."""
+    config, shared = call.config, call.shared
+    scores = indexer.index_scores(q, w, keys, call.numerics)
+    shared.selected[layer.index][at] = indexer.index_topk(scores, visible, config.index_topk)
     if layer.candidates == "publish":
         shared.pool[at] = indexer.candidate_blocks(
-            scores, visible[at], config.candidate_block_size, config.candidate_topk_blocks
+            scores, visible, config.candidate_block_size, config.candidate_topk_blocks
         )
     return scores, None
 
 
-def choose_in_pool(q, w, keys, visible, at, layer, shared, config, numerics):
+def choose_in_pool(q, w, keys, visible, at, layer, call):
     """Top-k among each query's pool; returns (scores (t, P), the pool's entry numbers (t, P))."""
+    config, shared = call.config, call.shared
     blocks = shared.pool[at]
     used = max(1, int(np.max(np.sum(blocks >= 0, axis=1))))  # columns that hold any block
     entries = indexer.pool_entries(blocks[:, :used], config.candidate_block_size)
     readable = np.clip(entries, 0, len(keys) - 1)  # the newest block may reach past the last key
-    scores = indexer.index_scores(q[at], w[at], keys[readable], numerics)
+    scores = indexer.index_scores(q, w, keys[readable], call.numerics)
     shared.selected[layer.index][at] = indexer.pool_topk(
-        scores, entries, visible[at], config.index_topk
+        scores, entries, visible, config.index_topk
     )
     return scores, entries
 
@@ -141,11 +144,12 @@ def _query_blocks(rows, layer, keys, config):
         yield slice(begin, min(begin + step, rows.stop))
 
 
-def global_rows_of(layer, shared, cache, batch):
+def global_rows_of(layer, call):
     """What this layer reads of the past: pool of main KV records, and rows (T, K) per query."""
+    batch, cache = call.batch, call.cache
     if layer.mode == "swa":
         return cache.no_records(len(batch.ids))
-    entries = shared.selected[layer.index_source]
+    entries = call.shared.selected[layer.index_source]
     rows = np.empty_like(entries)
     for slot, at, _, _ in batch.segments():
         rows[at] = cache.rows(layer.kv_source, slot, entries[at])

@@ -53,6 +53,11 @@ def table_primes(config):
                 used.add(candidate)
                 columns.append(candidate)
         modules.append(columns)
+    if [sum(columns) for columns in modules] != list(config.engram_num_embeddings):
+        raise ValueError(
+            f"engram_num_embeddings: the primes sum to {[sum(c) for c in modules]}, "
+            f"got {list(config.engram_num_embeddings)}"
+        )
     return modules
 
 
@@ -67,12 +72,12 @@ def _is_prime(n):
     return n > 1 and all(n % d for d in range(2, math.isqrt(n) + 1))
 
 
-def look_back(classes, is_image, history, config_pad):
+def look_back(classes, is_image, history, pad):
     """The n-gram window of every new token of one request.
 
     classes (T,) int64 of the new tokens, is_image (T,) bool, history (n - 1,) int64 classes of the
     tokens before, oldest first, BARRIER for images -> windows (T, n) int64, newest first, and the
-    new history. `config_pad` is the class that fills stopped slots.
+    new history. `pad` is the class that fills stopped slots.
     """
     size = len(history) + 1
     line = np.concatenate([history, np.where(is_image, BARRIER, classes)])
@@ -80,7 +85,7 @@ def look_back(classes, is_image, history, config_pad):
     windows = line[np.arange(len(classes))[:, None] + back]
     # trap: a barrier hides not only itself but everything older
     stopped = np.cumsum(windows == BARRIER, axis=1) > 0
-    return np.where(stopped, config_pad, windows), line[len(line) - size + 1 :]
+    return np.where(stopped, pad, windows), line[len(line) - size + 1 :]
 
 
 @op

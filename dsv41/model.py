@@ -15,9 +15,10 @@ import numpy as np
 
 from .batch import make_batch
 from .cache import Cache
+from .call import Call
 from .ced import run_layers
 from .checkpoint import Checkpoint, load_params
-from .engram import hash_rows, look_back, multipliers, table_primes
+from .engram import BARRIER, hash_rows, look_back, multipliers, table_primes
 from .mhc import hc_collapse, initial_streams
 from .ops import matmul_rows, rmsnorm, rows
 from .quant import OFFICIAL
@@ -25,43 +26,42 @@ from .token_classes import load_token_classes
 from .trace import put
 
 
-def forward(params, config, classes, batch, cache, numerics, embedding=None, trace=None):
-    """Run the new tokens of `batch`, appending to `cache` -> logits (T, V) f32.
+def forward(params, call, embedding=None, decodes=None, wanted=None):
+    """Run the new tokens of `call.batch`, appending to `call.cache` -> logits (rows, V) f32.
 
-    classes (V,) int64: Engram class of every token id. embedding (T, D) f32 replaces the token
-    embeddings (image rows come from a vision tower).
+    embedding (T, D) f32 replaces the token embeddings (image rows come from a vision tower).
+    decodes (T,) bool: rows that run through the decoder half (default all); wanted (T,) bool: of
+    these, the rows whose logits are computed (default all).
     """
-    for slot, _, _, end in batch.segments():
-        cache.reserve(slot, end)
-    memory_rows = engram_rows(config, classes, batch, cache)
+    config, numerics, tokens = call.config, call.numerics, len(call.batch.ids)
+    decodes = np.ones(tokens, bool) if decodes is None else decodes
+    wanted = decodes if wanted is None else wanted & decodes
     if embedding is None:
-        embedding = rows(params["embed"]["weight"], batch.ids)
+        embedding = rows(params["embed"]["weight"], call.batch.ids)
     embedding = numerics.store(embedding)
-    put(trace, None, "embedding", lambda: embedding)
+    put(call.trace, None, "embedding", lambda: embedding)
     streams, pre = initial_streams(embedding, config.hc_mult)
-    streams, pre = run_layers(
-        streams, pre, params, memory_rows, cache, batch, config, numerics, trace
-    )
+    streams, pre = run_layers(streams, pre, params["layers"], decodes, call)
+    streams, pre = streams[wanted[decodes]], pre[wanted[decodes]]
     x = hc_collapse(streams, pre, numerics)
     x = rmsnorm(x, params["norm"]["weight"], config.rms_norm_eps, numerics)
-    put(trace, None, "final_x", lambda: x)
-    for slot, _, _, end in batch.segments():
-        cache.length[slot] = end
+    put(call.trace, None, "final_x", lambda: x)
     return matmul_rows(x, params["head"]["weight"], numerics)
 
 
 def engram_rows(config, classes, batch, cache):
-    """Table rows (T, columns) of every Engram module; moves the requests' histories on."""
+    """Table rows (T, columns) of every Engram module; moves the requests' histories on.
+
+    classes (V,) int64: Engram class of every token id.
+    """
     if not config.engram_layer_ids:
         return []
     windows = np.zeros((len(batch.ids), config.engram_max_ngram_size), np.int64)
     for slot, at, _, _ in batch.segments():
-        windows[at], cache.history[slot] = look_back(
-            classes[batch.ids[at]],
-            batch.is_image[at],
-            cache.history[slot],
-            classes[config.engram_pad_token_id],
-        )
+        own, is_image = classes[batch.ids[at]], batch.is_image[at]
+        pad = classes[config.engram_pad_token_id]
+        windows[at], history = look_back(own, is_image, cache.history[slot], pad)
+        cache.set_history(slot, history, np.where(is_image, BARRIER, own))
     columns = [np.array(column) for column in table_primes(config)]
     return [
         hash_rows(windows, multipliers(config, layer), primes, config.engram_n_heads)
@@ -114,19 +114,48 @@ class Model:
         pad = self.classes[self.config.engram_pad_token_id] if self.config.engram_layer_ids else 0
         return cache.add(pad)
 
-    def step(self, cache, slots, requests, token_types=None, embedding=None, trace=None):
-        """Feed each request its next tokens: requests[i] (>= 1 ids) to slots[i] -> logits (T, V).
+    def step(
+        self,
+        cache,
+        slots,
+        requests,
+        token_types=None,
+        embedding=None,
+        trace=None,
+        *,
+        decode_from=None,
+        tails=None,
+        features=None,
+    ):
+        """Feed each request its next tokens: requests[i] (>= 1 ids) to slots[i] -> logits.
 
-        Prefill, chunked prefill and decode are all this call.
+        Prefill, chunked prefill, decode and the verification of drafts are all this call.
+        decode_from: per request, the position from which tokens run through the decoder half
+        (default: all). tails: per request, for how many of its last decoded tokens logits are
+        wanted (default: all). -> (rows, V) f32, requests in order. features: a list that gets
+        the drafter's inputs, one (decoded rows, D) array per target layer.
         """
         requests = [_checked_ids(r, self.config) for r in requests]
         types = _checked_types(token_types, requests)
         embedding = _checked_embedding(embedding, sum(map(len, requests)), self.config)
         starts = _checked_starts(cache, slots, requests)
         batch = make_batch(requests, starts, slots, types)
-        return forward(
-            self.params, self.config, self.classes, batch, cache, cache.numerics, embedding, trace
+        decodes = cache.begin(batch, decode_from)
+        memory = engram_rows(self.config, self.classes, batch, cache)
+        call = Call(
+            batch, cache, self.config, cache.numerics, memory, trace=trace, features=features
         )
+        logits = forward(self.params, call, embedding, decodes, _tail_rows(batch, tails))
+        cache.advance(batch)
+        return logits
+
+
+def _tail_rows(batch, tails):
+    """(T,) bool: the last tails[i] rows of request i; None for all."""
+    if tails is None:
+        return None
+    ends = (batch.starts + batch.lengths[batch.order]) - batch.positions  # 1 for the last row
+    return ends <= np.asarray(tails)[batch.order]
 
 
 def load(directory, **options):

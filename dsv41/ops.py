@@ -19,6 +19,7 @@ ROW_BLOCK = 8  # rows per product under batch_invariant; every OpenBLAS kernel t
 
 def rmsnorm(x, weight, eps, numerics):
     """x (..., C) f32, weight (C,) f32 -> (..., C) f32, normalised over the last axis."""
+    x = np.ascontiguousarray(x)  # another memory order would sum, and so round, in another order
     mean_square = np.mean(x * x, axis=-1, keepdims=True)
     return numerics.store(x * (1 / np.sqrt(mean_square + np.float32(eps))) * weight)
 
@@ -39,7 +40,7 @@ def matmul_rows(x, weight, numerics):
     A BLAS product of T rows rounds by T: another T takes another routine. Under batch_invariant
     the rows go through in blocks of ROW_BLOCK, the last one padded, so a row's bits are its own.
     """
-    w = dense(weight)
+    x, w = np.ascontiguousarray(x), dense(weight)
     if not numerics.batch_invariant:
         return x @ w.T
     count, width = x.shape

@@ -8,6 +8,8 @@ it.
 
 import numpy as np
 
+from .indexer import block_scores
+
 
 def put(trace, layer, name, make):
     """trace[name] = make(), prefixed with the layer's number; nothing when trace is None."""
@@ -16,27 +18,30 @@ def put(trace, layer, name, make):
         trace[prefix + name] = np.array(make())
 
 
-def put_scores(trace, layer, at, visible, scores, entries, count):
-    """Write one query block into "idx.score" (T, N): -inf where not visible or outside the pool."""
+def open_scores(trace, layer, visible):
+    """Begin "idx.score" (T, N) for queries that see `visible` (T,) entries: all -inf."""
+    put(trace, layer, "idx.score", lambda: _nothing_seen(visible))
+
+
+def _nothing_seen(visible):
+    return np.full((len(visible), int(visible.max())), -np.inf, np.float32)
+
+
+def put_scores(trace, layer, at, visible, scores, entries):
+    """Write one query block into "idx.score": -inf stays where not visible or outside the pool."""
     if trace is None:
         return
-    name = f"L{layer.index:02d}.idx.score"
-    old = trace.get(name, np.zeros((len(visible), 0), np.float32))
-    if old.shape[1] < count:
-        extra = np.full((len(visible), count - old.shape[1]), -np.inf, np.float32)
-        trace[name] = np.concatenate([old, extra], axis=1)
     if entries is None:
-        entries = np.broadcast_to(np.arange(count), scores.shape)
+        entries = np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
     row, column = np.nonzero((entries >= 0) & (entries < visible[at][:, None]))
-    trace[name][at.start + row, entries[row, column]] = scores[row, column]
+    table = trace[f"L{layer.index:02d}.idx.score"]
+    table[at.start + row, entries[row, column]] = scores[row, column]
 
 
 def put_pool(trace, layer, shared, visible, config):
     """Write "cand.block_score" and "cand.mask" (T, N) of the layer that publishes the pool."""
     if trace is None or layer.candidates != "publish":
         return
-    from .indexer import block_scores
-
     size = config.candidate_block_size
     scores = trace[f"L{layer.index:02d}.idx.score"]
     put(trace, layer, "cand.block_score", lambda: block_scores(scores, visible, size))

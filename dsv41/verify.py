@@ -18,8 +18,8 @@ from dataclasses import dataclass
 import numpy as np
 
 from .batch import make_batch
+from .call import Call, Shared
 from .ced import block
-from .csa2 import Shared
 from .model import engram_rows
 from .quant import OFFICIAL
 
@@ -125,12 +125,12 @@ def run_layer(model, arrays, layer, numerics):
     cache = model.new_cache(numerics)
     types = arrays.get("token_types")
     batch = make_batch([ids], [0], [model.open(cache)], None if types is None else [types])
-    cache.reserve(0, len(ids))
-    rows = engram_rows(config, model.classes, batch, cache)
-    streams, pre = _stored_streams(arrays, layer, config)
+    cache.begin(batch)
+    memory = engram_rows(config, model.classes, batch, cache)
     shared = _stored_sources(arrays, layer, cache, config, numerics)
-    p = model.params["layers"][layer.index]
-    block(streams, pre, p, layer, rows, shared, cache, batch, config, numerics, trace)
+    call = Call(batch, cache, config, numerics, memory, shared, trace)
+    streams, pre = _stored_streams(arrays, layer, config)
+    block(streams, pre, model.params["layers"][layer.index], layer, call)
     return trace
 
 

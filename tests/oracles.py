@@ -346,7 +346,7 @@ def injected(streams, rows, p, is_image, config):
 
 def gate_of(dot):
     """Signed square root, floored, through a sigmoid; exactly one half at zero."""
-    sign = (dot > 0) - (dot < 0)
+    sign = math.copysign(1, dot) if dot else 0
     return sigmoid(sign * math.sqrt(max(abs(dot), 1e-6)))
 
 

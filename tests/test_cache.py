@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from dsv41.batch import make_batch
 from dsv41.cache import Cache
-from dsv41.presets import preset
 from dsv41.init import random_params
 from dsv41.model import Model
+from dsv41.presets import preset
 from dsv41.quant import FLOAT32, OFFICIAL
 
 CONFIG = oracles.small_config()

@@ -3,10 +3,11 @@
 import numpy as np
 import pytest
 
-from dsv41.checkpoint import Checkpoint, load_params, save
+from dsv41.checkpoint import Checkpoint, load_params
 from dsv41.engram import read_rows
 from dsv41.init import random_params
 from dsv41.presets import preset
+from dsv41.save import save
 from dsv41.tensors import PARTS, expected_tensors, flatten
 
 TINY = preset("tiny")

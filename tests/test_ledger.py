@@ -9,8 +9,10 @@ import numpy as np
 import pytest
 
 from dsv41 import figures, ledger
+from dsv41.accounts import BESIDE, from_config
 from dsv41.cache import Cache
-from dsv41.families import BESIDE, MODELS, describe, from_config
+from dsv41.families import MODELS, describe
+from dsv41.ledger_tables import breakdown, report
 from dsv41.presets import preset
 from dsv41.quant import OFFICIAL
 from dsv41.tensors import expected_tensors, part_of
@@ -194,7 +196,7 @@ def test_a_config_without_images_drafter_and_engram():
     assert counts.engram == 0
     # one selection bias per router instead of two
     assert ledger.parameters(FLASH).backbone - counts.backbone == 40 * 384
-    assert "Engram projections" not in ledger.breakdown(plain)
+    assert "Engram projections" not in breakdown(plain)
 
 
 # ---- arithmetic -----------------------------------------------------------------------------
@@ -339,7 +341,7 @@ def test_no_tokens_is_an_error(count):
 
 
 def test_report_shows_every_model_and_context():
-    text = ledger.report(list(MODELS.values()), [1000, 4 * K, M])
+    text = report(list(MODELS.values()), [1000, 4 * K, M])
     cache, sizes, decode = text.split("\n\n")
     for name in MODELS:
         assert name in cache and name in sizes and name in decode
@@ -351,7 +353,7 @@ def test_report_shows_every_model_and_context():
 
 @pytest.mark.parametrize("config", [FLASH, TINY], ids=["flash", "tiny"])
 def test_breakdown_adds_up(config):
-    text = ledger.breakdown(config)
+    text = breakdown(config)
     kv, counts = ledger.kv_bytes(config), ledger.parameters(config)
     assert f"= {kv.hbm:,.0f} bytes" in text
     assert f"= {kv.per_request:,} bytes" in text

@@ -2,6 +2,7 @@
 
 import importlib
 import math
+import tracemalloc
 
 import numpy as np
 import pytest
@@ -176,15 +177,12 @@ def test_probabilities_are_rounded_relative_to_the_maximum_of_their_chunk():
 
 
 def test_the_denominator_sums_unrounded_probabilities():
-    # 63 rows of score -0.0125 beside one of 0: bf16(e^-0.0125) is 0.98828125, e^-0.0125 0.98757780
-    records = np.float32([[0, 0, 0, 0], [-0.0125, 1024, 0, 0]])
+    # 63 rows of score ln 0.5018 beside one of 0: bf16(0.5018) is 0.5
+    records = np.float32([[0, 0, 0, 0], [math.log(0.5018), 1, 0, 0]])
     o = attend([[[2, 0, 0, 0]]], records, [[0] + [1] * 63], [NO_SINK], BF16)
-    p = math.exp(-0.0125)
-    assert round_bf16(np.float32([p]))[0] == 0.98828125
-    want = round_bf16(np.float32([1024 * 63 * 0.98828125 / (1 + 63 * p)]))
-    assert_same("weighted mean", o[0, 0, 1:2], want)
-    wrong = round_bf16(np.float32([1024 * 63 * 0.98828125 / (1 + 63 * 0.98828125)]))
-    assert want != wrong
+    want, both_rounded = np.float32([63 * 0.5 / (1 + 63 * 0.5018), 63 * 0.5 / (1 + 63 * 0.5)])
+    assert round_bf16(want) != round_bf16(both_rounded)
+    assert_same("weighted mean", o[0, 0, 1], round_bf16(want))
 
 
 def slow_chunked(q, kv, rows, sink):
@@ -271,6 +269,18 @@ def test_the_size_of_a_query_block_does_not_show(monkeypatch, elements):
     assert_same("o", attend(q, records, rows, [0, 1]), want)
 
 
+def test_memory_follows_the_query_block_not_the_tokens(monkeypatch):
+    tokens, width, channels = 512, 512, 64
+    records, q = random(600, channels), random(tokens, 1, channels, seed=1)
+    rows = rows_with([width] * tokens, width, 600)
+    monkeypatch.setattr(importlib.import_module("dsv41.sparse_attn"), "BLOCK_ELEMENTS", 1 << 18)
+    tracemalloc.start()
+    attend(q, records, rows, [0.0])
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < tokens * width * channels * 4 / 8  # an eighth of gathering everything at once
+
+
 @repeatable
 @given(st.permutations(range(70)), st.integers(0, 69))
 def test_the_order_of_the_rows_does_not_matter(order, empty):
@@ -296,8 +306,8 @@ def test_outputs_lie_between_zero_and_the_values(seed, sink):
 
 @pytest.mark.parametrize("numerics", [FLOAT32, BF16], ids=["float32", "bf16"])
 def test_attention_reads_strides(numerics):
-    records, rows, sink = random(80, 16), rows_with([70, 0, 3, 66], 70, 80), np.float32([0, 1, 2])
-    q, none = random(4, 3, 16, seed=1), np.zeros((4, 0), np.int64)
+    records, rows = random(80, 64), rows_with([70, 0, 3, 66, 9], 70, 80)
+    sink, q, none = np.float32([0, 1, 2, 3]), random(5, 4, 64, seed=1), np.zeros((5, 0), np.int64)
 
     def with_q(q):
         return sparse_attn(q, records, rows, records, none, sink, numerics)
