@@ -135,6 +135,30 @@ class Cache:
             rows = self.rows(source, slot, entries[mine])
             self.main_kv[source][rows], self.index[source][rows] = kv[mine], keys[mine]
 
+    def get_block(self, slot, number):
+        """Bytes of the request's page `number`: main KV and index keys of every source in turn."""
+        return b"".join(self._page(pool, s, slot, number).tobytes() for pool, s in self._pools())
+
+    def put_block(self, slot, number, payload):
+        """Fill page `number` with the bytes of `get_block`; False when their count is wrong."""
+        pages = [self._page(pool, s, slot, number) for pool, s in self._pools()]
+        if len(payload) != sum(page.nbytes for page in pages):
+            return False
+        begin = 0
+        for page in pages:
+            page[:] = np.frombuffer(payload, page.dtype, page.size, begin).reshape(page.shape)
+            begin += page.nbytes
+        return True
+
+    def _pools(self):
+        return [(pool, s) for s in self.ratio for pool in (self.main_kv, self.index)]
+
+    def _page(self, pool, source, slot, number):
+        """One page's records, a view into the pool."""
+        per_page = self.page_tokens // self.ratio[source]
+        first = self.pages[slot][number] * per_page
+        return pool[source][first : first + per_page]
+
     def not_written(self, source, batch):
         """(T,) bool: tokens whose global KV the source has not stored yet."""
         written = np.array([self.written[source][slot] for slot in batch.slots.tolist()])

@@ -105,9 +105,9 @@ class Model:
         out = self.step(cache, slots, requests, types, embedding, trace)
         return out.reshape((*shape, -1))
 
-    def new_cache(self, numerics=OFFICIAL):
+    def new_cache(self, numerics=OFFICIAL, page_tokens=64):
         """An empty cache for this model; requests are opened in it with `open`."""
-        return Cache(self.config, numerics)
+        return Cache(self.config, numerics, page_tokens)
 
     def open(self, cache):
         """Open a request in `cache` -> its slot."""
@@ -135,7 +135,7 @@ class Model:
         wanted (default: all). -> (rows, V) f32, requests in order. features: a list that gets
         the drafter's inputs, one (decoded rows, D) array per target layer.
         """
-        requests = [_checked_ids(r, self.config) for r in requests]
+        requests = [self.check_ids(r) for r in requests]
         types = _checked_types(token_types, requests)
         embedding = _checked_embedding(embedding, sum(map(len, requests)), self.config)
         starts = _checked_starts(cache, slots, requests)
@@ -148,6 +148,19 @@ class Model:
         logits = forward(self.params, call, embedding, decodes, _tail_rows(batch, tails))
         cache.advance(batch)
         return logits
+
+    def check_ids(self, ids):
+        """ids of one request -> (T,) int64; ValueError when empty, not integer or out of range."""
+        ids, size = np.asarray(ids), self.config.vocab_size
+        if ids.ndim != 1 or ids.size == 0:
+            raise ValueError(f"ids: a request needs at least one token id, got shape {ids.shape}")
+        if not np.issubdtype(ids.dtype, np.integer):
+            raise ValueError(f"ids: expected integers, got {ids.dtype}")
+        wrong = (ids < 0) | (ids >= size)
+        if wrong.any():
+            at = int(np.argmax(wrong))
+            raise ValueError(f"ids: {ids[at]} at {at} is outside 0 .. {size - 1}")
+        return ids.astype(np.int64)
 
 
 def _tail_rows(batch, tails):
@@ -179,19 +192,6 @@ def _as_requests(ids):
     if ids.ndim not in (1, 2):
         raise ValueError(f"ids: expected one or two axes of token ids, got shape {ids.shape}")
     return ([ids] if ids.ndim == 1 else list(ids)), ids.shape
-
-
-def _checked_ids(ids, config):
-    ids = np.asarray(ids)
-    if ids.ndim != 1 or ids.size == 0:
-        raise ValueError(f"ids: a request needs at least one token id, got shape {ids.shape}")
-    if not np.issubdtype(ids.dtype, np.integer):
-        raise ValueError(f"ids: expected integers, got {ids.dtype}")
-    wrong = (ids < 0) | (ids >= config.vocab_size)
-    if wrong.any():
-        at = int(np.argmax(wrong))
-        raise ValueError(f"ids: {ids[at]} at {at} is outside 0 .. {config.vocab_size - 1}")
-    return ids.astype(np.int64)
 
 
 def _checked_starts(cache, slots, requests):
@@ -226,6 +226,7 @@ def _checked_classes(config, classes):
         return None
     if classes is None:
         raise ValueError("classes: a model with Engram needs the class of every token id")
+    table_primes(config)  # refuses row counts that the hash does not address
     classes = np.asarray(classes, np.int64)
     if len(classes) > config.vocab_size or classes.max() >= config.engram_compressed_vocab_size:
         raise ValueError(

@@ -3,15 +3,14 @@
     BOS <System> effort line, text, tools, response format
     <User> text <Assistant> <think> reasoning </think> answer, tool calls EOS   <User> ...
 
-A prompt stops where the model is to go on: after `<think>`, or after `</think>` in chat mode. Old
-reasoning is dropped up to the last user turn, unless there are tools: a chain of calls needs it.
-Messages follow one another as turns; tool results are user text, and a system message that is not
-the first is a turn that the model answers, like a user's.
+A prompt stops where the model goes on: after `<think>`, or after `</think>` in chat mode. Reasoning
+before the last user turn is dropped, unless there are tools: a chain of calls needs it. Tool
+results are user text; a later system message is a turn that the model answers, like a user's.
 
 The tokens of the format are ids; whatever a message says is plain text, even when it spells one of
 them. Only `encode_prompt` keeps the two apart: never encode the string of `render` as trusted text.
-Source: encoding/encoding.py of the release. Left out: reminders, forced tool choice, names of tools
-split into space and name (write "space::name"), and continuing an assistant turn.
+Source: encoding/encoding.py of the release. Left out: reminders, forced tool choice, continuing an
+answer, and tool namespaces (write "space::name").
 """
 
 import json
@@ -45,8 +44,7 @@ KEYS = {  # what a message may hold besides its role
 }
 
 EFFORT_LINE = (
-    "Reasoning Effort: {} "
-    "(range 1-100, the higher the value, the more thorough the reasoning)\n\n"
+    "Reasoning Effort: {} (range 1-100, the higher the value, the more thorough the reasoning)\n\n"
 )
 FORMAT_SECTION = (
     "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
@@ -88,24 +86,15 @@ You MUST strictly follow the above defined tool name and parameter schemas to in
 """
 
 
-def render(messages, thinking=True, effort=75, tools=None, response_schema=None, task=None):
-    """A conversation -> the prompt as one string.
-
-    messages: list of {"role": "system" | "user" | "assistant" | "tool", "content": str, or a list
-    of {"type": "text", "text": str} and {"type": "image"}}; an assistant may have "reasoning" and
-    "tool_calls" [{"name", "arguments", "id"}], a tool its "tool_call_id". effort: 1 to 100, a name
-    from EFFORTS, None for 75, "none" for no thinking. tools: list of {"name", "description",
-    "parameters"}, bare or as {"function": ...}. task: a name from TASKS, put to the last turn.
-    ValueError names the argument that is wrong. A conversation that ends with an answer stays
-    closed; an image is one token here.
-    """
-    return "".join(_pieces(messages, thinking, effort, tools, response_schema, task))
+def render(messages, **options):
+    """A conversation -> the prompt as one string. Arguments: as `pieces`."""
+    return "".join(pieces(messages, **options))
 
 
 def encode_prompt(tokenizer, messages, **options):
-    """The same conversation -> list of ids. options: as `render`."""
+    """A conversation -> the prompt as list of ids. Arguments: as `pieces`."""
     ids = []
-    for special, run in groupby(_pieces(messages, **options), lambda p: isinstance(p, Token)):
+    for special, run in groupby(pieces(messages, **options), lambda p: isinstance(p, Token)):
         if special:
             ids += [tokenizer.special_id(token) for token in run]
         else:
@@ -113,25 +102,28 @@ def encode_prompt(tokenizer, messages, **options):
     return ids
 
 
-def _pieces(messages, thinking=True, effort=75, tools=None, response_schema=None, task=None):
-    """The prompt in order: a Token is one id, text between two of them is encoded as one run."""
+def pieces(messages, thinking=True, effort=75, tools=None, response_schema=None, task=None):
+    """A conversation -> the prompt as list of str; a Token among them is one id.
+
+    messages: {"role": "system" | "user" | "assistant" | "tool", "content": str, or a list of
+    {"type": "text", "text": str} and {"type": "image"}}; an assistant may have "reasoning" and
+    "tool_calls" [{"name", "arguments", "id"}], a tool its "tool_call_id". effort: 1 to 100, a name
+    from EFFORTS, None for 75, "none" for no thinking. tools: {"name", "description", "parameters"},
+    bare or as {"function": ...}. response_schema: a JSON schema. task: a name from TASKS, put to
+    the last turn. ValueError names the wrong argument. An image is one token here; a conversation
+    that ends with an answer stays closed.
+    """
     budget = _budget(effort)
     thinking = thinking and budget is not None
     turns = _turns(messages)
-    extra = _tool_section(tools) + _format_section(response_schema)
-    if turns[0].role != "system" and (thinking or extra):
-        turns.insert(0, _Turn("system"))
-    pieces = [BOS]
-    if turns[0].role == "system":
-        line = [EFFORT_LINE.format(budget)] if thinking else []
-        pieces += [SYSTEM, *line, *turns.pop(0).text(), *extra]
+    found, extra = [BOS], _tool_section(tools) + _format_section(response_schema)
+    if turns[0].role == "system" or thinking or extra:
+        head = turns.pop(0).text() if turns[0].role == "system" else []
+        found += [SYSTEM, EFFORT_LINE.format(budget) if thinking else "", *head, *extra]
     asked = max((i for i, turn in enumerate(turns) if turn.role != "assistant"), default=-1)
     for i, turn in enumerate(turns):
-        if turn.role == "assistant":
-            pieces += _answer(turn, thinking and (bool(tools) or i > asked))
-        else:
-            pieces += [USER if turn.role == "user" else SYSTEM, *turn.text()]
-    return pieces + _opening(turns, thinking, task)
+        found += _turn_pieces(turn, thinking and (bool(tools) or i > asked))
+    return found + _opening(turns, thinking, task)
 
 
 def _budget(effort):
@@ -146,8 +138,10 @@ def _budget(effort):
     raise ValueError(f"effort: expected 1 to 100, {names}, none or None, got {effort!r}")
 
 
-def _answer(turn, reasoned):
-    """A past assistant turn, with its reasoning or without."""
+def _turn_pieces(turn, reasoned):
+    """One turn behind its token; an answer with its reasoning or without."""
+    if turn.role != "assistant":
+        return [USER if turn.role == "user" else SYSTEM, *turn.text()]
     reasoning = [THINK, turn.reasoning] if reasoned else []
     return [ASSISTANT, *reasoning, END_THINK, *turn.text(), *_dsml(turn.calls), EOS]
 
@@ -168,37 +162,39 @@ def _opening(turns, thinking, task):
 @dataclass
 class _Turn:
     role: str
-    parts: list = field(default_factory=list)  # (rank among the tool results or None, pieces)
+    parts: list  # (rank among the tool results or None, pieces)
     reasoning: str = ""
-    calls: list = field(default_factory=list)  # (name, arguments)
+    calls: list = field(default_factory=list)  # (name, [(key, "true" if it is text, value)])
 
     def text(self):
         """Pieces of the turn, a blank line between parts, tool results in the order of calls."""
         results = iter(sorted((p for p in self.parts if p[0] is not None), key=lambda p: p[0]))
         ordered = [part if part[0] is None else next(results) for part in self.parts]
-        return _joined([pieces for _, pieces in ordered])
+        return _join("\n\n", [pieces for _, pieces in ordered])
 
 
-def _joined(parts):
-    return [piece for part in parts for piece in ("\n\n", *part)][1:]
+def _join(between, parts):
+    """Lists of pieces -> one list."""
+    return [piece for part in parts for piece in (between, *part)][1:]
 
 
 def _turns(messages):
     """Messages -> turns. Neighbouring user and tool messages are one turn."""
-    if not isinstance(messages, list | tuple) or not messages:
-        raise ValueError("messages: expected a list of at least one message")
+    if not messages:
+        raise ValueError("messages: expected at least one")
     turns, ranks = [], {}
-    for i, message in enumerate(messages):
+    for i, message in enumerate(_list(messages, "messages")):
         where = f"messages[{i}]"
         role = _role(message, where)
         parts = _parts(message.get("content"), role, f"{where}.content")
         turn = _Turn(role, [(None, part) for part in parts])
         if role == "assistant":
             turn.reasoning = _plain(message.get("reasoning") or "", f"{where}.reasoning")
-            turn.calls = _calls(message.get("tool_calls") or [], ranks, f"{where}.tool_calls")
+            turn.calls = _calls(message.get("tool_calls"), ranks, f"{where}.tool_calls")
         if role == "tool":
-            result = ["<tool_result>", *_joined(parts), "</tool_result>"]
-            turn = _Turn("user", [(_rank(message.get("tool_call_id"), ranks, where), result)])
+            result = ["<tool_result>", *_join("\n\n", parts), "</tool_result>"]
+            rank = _rank(message.get("tool_call_id"), ranks, f"{where}.tool_call_id")
+            turn = _Turn("user", [(rank, result)])
         if turn.role == "user" and turns and turns[-1].role == "user":
             turns[-1].parts += turn.parts
         else:
@@ -223,16 +219,20 @@ def _parts(content, role, where):
         return [[_plain(content, where)]]
     if content is None and role == "assistant":
         return []
-    if not isinstance(content, list | tuple):
-        raise ValueError(f"{where}: expected a str or a list of parts, got {content!r}")
     found = []
-    for i, part in enumerate(content):
+    for i, part in enumerate(_list(content, where)):
         kind = part.get("type") if isinstance(part, dict) else None
         if kind not in ("text", "image"):
             raise ValueError(f"{where}[{i}].type: expected text or image, got {kind!r}")
         text = IMAGE if kind == "image" else _plain(part.get("text"), f"{where}[{i}].text")
         found.append([text])
     return found
+
+
+def _list(value, where):
+    if not isinstance(value, list | tuple):
+        raise ValueError(f"{where}: expected a list, got {value!r}")
+    return value
 
 
 def _plain(text, where):
@@ -245,60 +245,57 @@ def _plain(text, where):
 
 
 def _calls(calls, ranks, where):
-    """Tool calls of a message -> [(name, arguments)]; notes in ranks how each id is ordered."""
+    """Tool calls of a message, checked; `ranks` learns the order of their ids."""
     found = []
-    for i, call in enumerate(calls):
-        at = f"{where}[{i}]"
-        if not isinstance(call, dict):
-            raise ValueError(f"{at}: expected a dict, got {call!r}")
-        function = call.get("function", call)
+    for i, call in enumerate(_list(calls or [], where)):
+        function = call.get("function", call) if isinstance(call, dict) else None
+        if not isinstance(function, dict):
+            raise ValueError(f"{where}[{i}]: expected a dict, got {call!r}")
         if call.get("id"):
-            ranks[call["id"]] = max(ranks.values(), default=-1) + 1
-        name = _plain(function.get("name"), f"{at}.name")
-        found.append((name, _arguments(function.get("arguments"), f"{at}.arguments")))
+            ranks[_plain(call["id"], f"{where}[{i}].id")] = max(ranks.values(), default=-1) + 1
+        name = _plain(function.get("name"), f"{where}[{i}].name")
+        found.append((name, _arguments(function.get("arguments"), f"{where}[{i}].arguments")))
     return found
 
 
 def _arguments(arguments, where):
-    """A dict, or the JSON text of one."""
+    """A dict, or the JSON text of one -> [(key, "true" or "false", value as text)]."""
     if isinstance(arguments, str):
-        try:
-            arguments = json.loads(arguments)
-        except json.JSONDecodeError as error:
-            raise ValueError(f"{where}: not JSON ({error})") from None
+        arguments = _parse_json(arguments, where)
     if not isinstance(arguments, dict):
         raise ValueError(f"{where}: expected a dict or its JSON text, got {arguments!r}")
-    return arguments
+    return [
+        (_plain(key, where), "true", _plain(value, f"{where}.{key}"))
+        if isinstance(value, str)
+        else (_plain(key, where), "false", _json(value, f"{where}.{key}"))
+        for key, value in arguments.items()
+    ]
 
 
 def _rank(call_id, ranks, where):
-    """A tool result without an id stays where it is, as all do that share a rank."""
-    if call_id is not None and call_id not in ranks:
-        raise ValueError(f"{where}.tool_call_id: no call before has the id {call_id!r}")
-    return ranks.get(call_id, -1)
+    """Where a tool result belongs among its neighbours; without an id, where it is."""
+    if call_id is None:
+        return -1
+    if _plain(call_id, where) not in ranks:
+        raise ValueError(f"{where}: no call before has the id {call_id!r}")
+    return ranks[call_id]
 
 
 def _dsml(calls):
     """Tool calls -> pieces, with the blank line before the block."""
     if not calls:
         return []
-    pieces = _marked(f"\n\n<{DSML} calls>\n")
+    found = _marked(f"\n\n<{DSML} calls>\n")
     for name, arguments in calls:
-        pieces += [*_marked(f'<{DSML} invoke name="'), name, '">\n']
-        pieces += _joined_lines([_parameter(*item) for item in arguments.items()])
-        pieces += _marked(f"\n</{DSML} invoke>\n")
-    return pieces + _marked(f"</{DSML} calls>")
+        found += [*_marked(f'<{DSML} invoke name="'), name, '">\n']
+        found += _join("\n", [_parameter(*argument) for argument in arguments])
+        found += _marked(f"\n</{DSML} invoke>\n")
+    return found + _marked(f"</{DSML} calls>")
 
 
-def _parameter(name, value):
-    is_text = isinstance(value, str)
-    text = value if is_text else _json(value, f"tool_calls: argument {name}")
-    head, tail = f'" string="{str(is_text).lower()}">', f"</{DSML} parameter>"
-    return [*_marked(f'<{DSML} parameter name="'), name, head, text, *_marked(tail)]
-
-
-def _joined_lines(lines):
-    return [piece for line in lines for piece in ("\n", *line)][1:]
+def _parameter(key, is_text, value):
+    head, tail = _marked(f'<{DSML} parameter name="'), _marked(f"</{DSML} parameter>")
+    return [*head, key, f'" string="{is_text}">', value, *tail]
 
 
 def _marked(template):
@@ -311,10 +308,11 @@ def _tool_section(tools):
     """Instructions and one JSON schema a line."""
     if not tools:
         return []
-    functions = [tool.get("function", tool) if isinstance(tool, dict) else None for tool in tools]
-    for i, function in enumerate(functions):
-        if not isinstance(function, dict) or not isinstance(function.get("name"), str):
-            raise ValueError(f"tools[{i}]: expected a dict with a name, got {tools[i]!r}")
+    functions = []
+    for i, tool in enumerate(_list(tools, "tools")):
+        functions.append(tool.get("function", tool) if isinstance(tool, dict) else None)
+        if not isinstance(functions[i], dict) or not isinstance(functions[i].get("name"), str):
+            raise ValueError(f"tools[{i}]: expected a dict with a name, got {tool!r}")
     schemas = "\n".join(_json(function, f"tools[{i}]") for i, function in enumerate(functions))
     return [*_marked(TOOLS_HEAD), schemas, TOOLS_TAIL]
 
@@ -329,6 +327,81 @@ def _format_section(response_schema):
 
 def _json(value, where):
     try:
-        return _plain(json.dumps(value, ensure_ascii=False, allow_nan=False), where)
+        text = json.dumps(value, ensure_ascii=False, allow_nan=False)
     except (TypeError, ValueError) as error:
         raise ValueError(f"{where}: not JSON ({error})") from None
+    return _plain(text, where)
+
+
+def _parse_json(text, where):
+    try:
+        return json.loads(text)
+    except json.JSONDecodeError as error:
+        raise ValueError(f"{where}: not JSON ({error})") from None
+
+
+def parse_reply(text, thinking=True):
+    """What the model wrote behind a prompt -> {"reasoning", "content", "tool_calls"}.
+
+    A thinking reply without `</think>` was cut off: it is all reasoning. With {"role": "assistant"}
+    the result is a message. ValueError: malformed tool calls.
+    """
+    text = text.removesuffix(EOS)
+    reasoning, _, answer = text.partition(END_THINK) if thinking else ("", "", text)
+    content, block, _ = answer.partition(f"<{DSML} calls>")
+    content = content.removesuffix("\n\n") if block else content
+    return {"reasoning": reasoning, "content": content, "tool_calls": parse_tool_calls(answer)}
+
+
+def parse_tool_calls(text):
+    """The DSML block that ends an answer -> [{"name": str, "arguments": dict}]; [] without one.
+
+    ValueError says what was expected where. A value that spells a DSML tag itself is one, too:
+    text, unlike ids, does not tell it from the format.
+    """
+    first = re.search(f"</?{DSML}", text)
+    if first is None:
+        return []
+    calls, position = [], _expect("calls", text, first.start()).end()
+    while not calls or not text.startswith(f"</{DSML} calls>", position):
+        call, position = _parse_call(text, position)
+        calls.append(call)
+    rest = text[position:].removeprefix(f"</{DSML} calls>").removesuffix(EOS).strip()
+    if rest:
+        raise ValueError(f"text: tool calls end an answer, but {rest[:40]!r} follows")
+    return calls
+
+
+def _parse_call(text, position):
+    """One invoke at `position` -> the call, and where it ends."""
+    invoke = _expect("invoke", text, position)
+    arguments, position = {}, invoke.end()
+    while not (end := TAGS["/invoke"].match(text, position)):
+        parameter = _expect("parameter", text, position)
+        key, is_text, value = parameter.groups()
+        where = f"text: tool call {invoke[1]}, parameter {key}"
+        if key in arguments:
+            raise ValueError(f"{where}: given twice")
+        arguments[key] = value if is_text == "true" else _parse_json(value, where)
+        position = parameter.end()
+    return {"name": invoke[1], "arguments": arguments}, end.end()
+
+
+TAGS = {
+    "calls": re.compile(rf"<{DSML} calls>\s*"),
+    "invoke": re.compile(rf'<{DSML} invoke name="([^\n｜]+)">\s*'),
+    "parameter": re.compile(
+        rf'<{DSML} parameter name="([^\n｜]*)" string="(true|false)">'
+        rf"((?:(?!</?{DSML}).)*)</{DSML} parameter>\s*",
+        re.DOTALL,
+    ),
+    "/invoke": re.compile(rf"</{DSML} invoke>\s*"),
+}
+
+
+def _expect(tag, text, position):
+    found = TAGS[tag].match(text, position)
+    if found is None:
+        seen = text[position : position + 60] or "the end"
+        raise ValueError(f"text: expected a whole <{DSML} {tag}> at {position}, found {seen!r}")
+    return found

@@ -6,11 +6,10 @@
     s = t.stream(); s.push(id); s.flush()     text as soon as it is whole, never half a character
 
 A token is a string of bytes, and decoding is joining them; one character may take several tokens.
-Byte-pair encoding of tokenizer.json is left to the `tokenizers` library, which is given the file
-without its added tokens: told to keep them out of a text, it obeys for those marked special only,
-and `<｜User｜>` or `<think>` are not. A directory with tokens.json instead (the test model) gets the
-longest known text at every position; that is no tokenizer to train with, and some text has no
-tokens at all. Source: tokenizer.json of the release.
+The byte-pair encoding of tokenizer.json is left to the `tokenizers` library, without the file's
+added tokens: with them it finds `<｜User｜>` and `<think>` in any text, since they are not marked
+special. A directory with tokens.json instead (the test model) gets the longest known text at every
+position, which cannot cover every text. Source: tokenizer.json of the release.
 """
 
 import codecs
@@ -75,7 +74,8 @@ def _greedy_encoder(texts, special):
         while position < len(text):
             match = longest_first.match(text, position)
             if match is None:
-                raise ValueError(f"text: no token begins with {text[position]!r} at {position}")
+                seen = text[position : position + 20]
+                raise ValueError(f"text: no token fits at {position}: {seen!r}")
             found.append(ids[match[0]])
             position = match.end()
         return found

@@ -224,6 +224,19 @@ def test_a_freed_slot_and_its_pages_are_used_again():
     assert len(cache.main_kv[1]) == pool, "the pool grew while pages were free"
 
 
+def test_pages_behind_the_length_can_be_given_back():
+    cache = Cache(CONFIG, FLOAT32, page_tokens=4)
+    slot = cache.add()
+    cache.reserve(slot, 17)
+    kept = cache.pages[slot][:3]
+    cache.length[slot] = 9
+    cache.trim(slot)
+    assert cache.pages[slot] == kept
+    cache.reserve(slot, 20)
+    pages = cache.pages[slot]
+    assert pages[:3] == kept and len(set(pages)) == 5 and not set(pages) & set(cache.free_pages)
+
+
 @pytest.mark.parametrize("page_tokens", [0, -2, 1, 63])
 def test_a_page_must_hold_whole_pairs(page_tokens):
     with pytest.raises(ValueError, match=f"page_tokens: .*{page_tokens}"):

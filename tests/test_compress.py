@@ -206,6 +206,20 @@ def test_an_entry_is_rotated_by_the_position_of_its_first_token():
     assert_same("channels that do not rotate", got[:, :kept], latent[:, :kept])
 
 
+def test_the_pooled_vector_is_rounded_before_its_norm():
+    """1 + 2^-8 is halfway between two bf16 numbers and becomes 1; divided as it is by the norm,
+    1.487, it would give 173 / 256.
+    """
+    x = np.full((1, CONFIG.hidden_size), 1.5, np.float32)
+    x[0, 0] = 1 + 2**-8
+    p = {"wkv": {"weight": np.eye(32, dtype=np.float32)}, "norm": {"weight": np.ones(32, "f4")}}
+    cache = Cache(CONFIG, FLOAT32)
+    batch = make_batch([[0]], [0], [cache.add()])
+    stored = FLOAT32.but(bf16=True)
+    latent, _, _ = compress(x, p, RATIO_1_SOURCE, 1, cache, batch, CONFIG, stored)
+    assert latent[0, 0] == 172 / 256
+
+
 def test_the_stored_record_is_made_from_bf16():
     """The scale is 0.75 / 6; 0.15626 lies above the tie at 1.25 scales, its bf16 value on it."""
     latent = np.zeros((1, CONFIG.head_dim), np.float32)

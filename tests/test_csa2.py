@@ -10,7 +10,8 @@ from compare import assert_close, assert_same
 from dsv41 import csa2
 from dsv41.batch import make_batch
 from dsv41.cache import Cache
-from dsv41.csa2 import Shared, attention, global_rows_of, select
+from dsv41.call import Call, Shared
+from dsv41.csa2 import attention, global_rows_of, select
 from dsv41.init import random_params
 from dsv41.model import Model
 from dsv41.projections import grouped_output, low_rank_queries
@@ -34,17 +35,14 @@ class Run:
     """Attention sublayers of one request, fed by hand."""
 
     def __init__(self, tokens, config=CONFIG, numerics=EXACT, trace=None):
-        self.config, self.numerics, self.trace = config, numerics, trace
-        self.cache = Cache(config, numerics)
+        self.cache, self.shared, self.trace = Cache(config, numerics), Shared(), trace
         self.slot = self.cache.add()
         self.cache.reserve(self.slot, tokens)
-        self.batch = make_batch([np.zeros(tokens, int)], [0], [self.slot])
-        self.shared = Shared()
+        batch = make_batch([np.zeros(tokens, int)], [0], [self.slot])
+        self.call = Call(batch, self.cache, config, numerics, shared=self.shared, trace=trace)
 
     def attend(self, layer, x):
-        p = PARAMS["layers"][layer.index]["attn"]
-        rest = (self.cache, self.batch, self.config, self.numerics, self.trace)
-        return attention(x, p, layer, self.shared, *rest)
+        return attention(x, PARAMS["layers"][layer.index]["attn"], layer, self.call)
 
 
 def window_only(layer, x):
@@ -150,8 +148,7 @@ def test_a_reindex_layer_chooses_for_itself_among_the_sources_keys():
     p = {**p, "indexer": PARAMS["layers"][FULL_2.index]["attn"]["indexer"]}
     p = {**p, **{k: PARAMS["layers"][FULL_2.index]["attn"][k] for k in ("wq_a", "q_norm")}}
     c_q, _ = low_rank_queries(x, p, CONFIG, EXACT)
-    freqs = frequencies(CONFIG, 2)
-    select(x, c_q, p, REINDEX_2, freqs, run.shared, run.cache, run.batch, CONFIG, EXACT)
+    select(x, c_q, p, REINDEX_2, run.call)
     assert_same("the source's queries", run.shared.selected[REINDEX_2.index], source)
 
 
@@ -181,7 +178,8 @@ def test_entry_numbers_become_rows_of_the_requests_own_pages():
         cache.reserve(b, length)
     batch = make_batch([[0, 0], [0]], [4, 4], [b, a])
     shared = Shared(selected={FULL_2.index: np.array([[0, 2], [1, -1], [2, 0]])})
-    pool, rows = global_rows_of(FULL_2, shared, cache, batch)
+    call = Call(batch, cache, CONFIG, FLOAT32, shared=shared)
+    pool, rows = global_rows_of(FULL_2, call)
     assert pool is cache.main_kv[FULL_2.index]
     assert cache.pages[a] == [0, 2, 4] and cache.pages[b] == [1, 3, 5]
     assert rows.tolist() == [[1, 5], [3, -1], [4, 0]]
@@ -243,12 +241,12 @@ def test_selection_never_holds_a_row_of_scores_per_query(monkeypatch, layers):
     for layer in layers[:-1]:
         run.attend(layer, x)
     layer = layers[-1]
-    p, freqs = PARAMS["layers"][layer.index]["attn"], frequencies(CONFIG, 1)
+    p = PARAMS["layers"][layer.index]["attn"]
     if layer.mode == "full":
         run.attend(layer, x)  # its keys are in the cache now
     c_q, _ = low_rank_queries(x, p, CONFIG, FLOAT32)
     tracemalloc.start()
-    select(x, c_q, p, layer, freqs, run.shared, run.cache, run.batch, CONFIG, FLOAT32)
+    select(x, c_q, p, layer, run.call)
     _, peak = tracemalloc.get_traced_memory()
     tracemalloc.stop()
     assert peak < 0.5 * 4 * tokens**2, f"{peak / 1e6:.1f} MB"

@@ -128,9 +128,9 @@ def test_both_sides_of_the_dot_are_what_four_bits_hold():
 @pytest.mark.parametrize(
     "q, w, key, score",
     [
-        ([[257]], [1], [1], 256),  # the dot
-        ([[3]], [1.0078125], [1], 3.03125),  # the weighted dot, 3.0234375
-        ([[256], [1]], [1, 1], [1], 256),  # the sum over heads
+        ([[257]], [1.0078125], [1], 258),  # the dot: 256; at full width 259.0
+        ([[3], [1]], [1.0078125, -3], [1], 0.03125),  # the weighted dot: 3.03, not 3.023
+        ([[256], [1]], [1, 1], [1], 256),  # the sum over heads: 257
     ],
 )
 def test_every_stage_of_a_score_is_stored_as_bf16(q, w, key, score):

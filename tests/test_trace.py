@@ -54,6 +54,10 @@ def test_every_intermediate_of_the_reference_is_there_under_its_name():
 
 
 def test_what_is_collected_is_a_copy():
+    found, reused = {}, np.ones(3)
+    trace.put(found, None, "x", lambda: reused)
+    reused[:] = 0
+    assert found["x"].tolist() == [1, 1, 1]
     found = {}
     cache = MODEL.new_cache(EXACT)
     slot = MODEL.open(cache)
@@ -66,7 +70,8 @@ def test_what_is_collected_is_a_copy():
 
 def test_nothing_is_computed_for_nobody():
     trace.put(None, CONFIG.plan[0], "x", lambda: pytest.fail("made although nobody looks"))
-    trace.put_scores(None, CONFIG.plan[1], slice(0, 1), None, None, None, 0)
+    trace.open_scores(None, CONFIG.plan[1], None)
+    trace.put_scores(None, CONFIG.plan[1], slice(0, 1), None, None, None)
     trace.put_pool(None, CONFIG.plan[7], None, None, CONFIG)
 
 

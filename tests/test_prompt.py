@@ -1,0 +1,600 @@
+"""The released prompt format, string by string, and replies that are read back or refused."""
+
+import json
+import random
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from dsv41.prompt import Token, encode_prompt, parse_reply, parse_tool_calls, pieces, render
+
+BOS, EOS = "<｜begin▁of▁sentence｜>", "<｜end▁of▁sentence｜>"
+EFFORT = (
+    "<｜System｜>Reasoning Effort: 75 (range 1-100, the higher the value, "
+    "the more thorough the reasoning)\n\n"
+)
+TOOLS = """\n\n## Tools
+
+You have access to a set of tools to help answer the user's question. You can invoke tools by \
+writing a "<｜DSML｜ calls>" block like the following:
+
+<｜DSML｜ calls>
+<｜DSML｜ invoke name="$TOOL_NAME">
+<｜DSML｜ parameter name="$PARAMETER_NAME" string="true|false">$PARAMETER_VALUE</｜DSML｜ parameter>
+...
+</｜DSML｜ invoke>
+<｜DSML｜ invoke name="$TOOL_NAME2">
+...
+</｜DSML｜ invoke>
+</｜DSML｜ calls>
+
+String parameters should be specified as is and set `string="true"`. For all other types (numbers, \
+booleans, arrays, objects), pass the value in JSON format and set `string="false"`.
+
+If thinking_mode is enabled (triggered by <think>), you MUST output your complete reasoning inside \
+<think>...</think> BEFORE any tool calls or final response.
+
+Otherwise, output directly after </think> with tool calls or final response.
+
+### Available Tool Schemas
+
+{"name": "weather", "description": "天气", "parameters": {"type": "object"}}
+{"name": "now"}
+
+You MUST strictly follow the above defined tool name and parameter schemas to invoke tool calls.
+"""
+WEATHER = {"name": "weather", "description": "天气", "parameters": {"type": "object"}}
+NOW = {"name": "now"}
+FORMAT = "\n\n## Response Format:\n\nYou MUST strictly adhere to the following schema to reply:\n"
+
+
+def system(text):
+    return {"role": "system", "content": text}
+
+
+def user(text):
+    return {"role": "user", "content": text}
+
+
+def assistant(text, **more):
+    return {"role": "assistant", "content": text, **more}
+
+
+def result(text, call=None):
+    message = {"role": "tool", "content": text}
+    return message | ({"tool_call_id": call} if call else {})
+
+
+def chat(*messages, **options):
+    return render(list(messages), thinking=False, **options)
+
+
+def think(*messages, **options):
+    return render(list(messages), **options)
+
+
+def test_a_question_in_both_modes():
+    assert chat(user("hi")) == f"{BOS}<｜User｜>hi<｜Assistant｜></think>"
+    assert think(user("hi")) == f"{BOS}{EFFORT}<｜User｜>hi<｜Assistant｜><think>"
+
+
+def test_a_system_message_follows_the_effort_line():
+    assert chat(system("S"), user("hi")) == f"{BOS}<｜System｜>S<｜User｜>hi<｜Assistant｜></think>"
+    assert think(system("S"), user("hi")) == f"{BOS}{EFFORT}S<｜User｜>hi<｜Assistant｜><think>"
+    assert think(system(""), user("hi")) == think(user("hi"))
+    assert chat(system(""), user("hi")) == f"{BOS}<｜System｜><｜User｜>hi<｜Assistant｜></think>"
+    assert think(system("S")) == f"{BOS}{EFFORT}S<｜Assistant｜><think>"
+
+
+@pytest.mark.parametrize(
+    "effort, number",
+    [
+        *((None, 75), ("minimal", 50), ("low", 50), ("medium", 75), ("high", 75)),
+        *(("xhigh", 75), ("max", 100), (1, 1), (42, 42), (100, 100)),
+    ],
+)
+def test_the_effort_line_has_its_number(effort, number):
+    prompt = think(user("hi"), effort=effort)
+    assert prompt.replace(f"Effort: {number} (", "Effort: 75 (") == think(user("hi"))
+    assert f"Reasoning Effort: {number} (range 1-100" in prompt
+    assert chat(user("hi"), effort=effort) == chat(user("hi"))
+
+
+def test_no_effort_is_chat_mode():
+    assert think(user("hi"), effort="none") == chat(user("hi"))
+
+
+@pytest.mark.parametrize("effort", [0, 101, -1, 75.0, 0.5, True, "75", "", "ultra", [75]])
+def test_other_efforts_are_refused(effort):
+    with pytest.raises(ValueError, match=r"effort: expected 1 to 100, minimal, low.*got"):
+        think(user("hi"), effort=effort)
+    with pytest.raises(ValueError, match="effort"):
+        chat(user("hi"), effort=effort)
+
+
+def test_reasoning_before_the_last_user_turn_is_dropped():
+    talk = [user("1"), assistant("A", reasoning="why"), user("2")]
+    history = "<｜User｜>1<｜Assistant｜></think>A" + EOS
+    assert think(*talk) == f"{BOS}{EFFORT}{history}<｜User｜>2<｜Assistant｜><think>"
+    assert chat(*talk) == f"{BOS}{history}<｜User｜>2<｜Assistant｜></think>"
+
+
+def test_reasoning_after_the_last_user_turn_is_kept_and_the_prompt_stays_closed():
+    talk = [user("1"), assistant("A", reasoning="why")]
+    assert think(*talk) == f"{BOS}{EFFORT}<｜User｜>1<｜Assistant｜><think>why</think>A{EOS}"
+    assert chat(*talk) == f"{BOS}<｜User｜>1<｜Assistant｜></think>A{EOS}"
+    without = [user("1"), assistant("A")]
+    assert think(*without) == f"{BOS}{EFFORT}<｜User｜>1<｜Assistant｜><think></think>A{EOS}"
+
+
+def test_with_tools_all_reasoning_is_kept():
+    talk = [user("1"), assistant("A", reasoning="why"), user("2")]
+    told = f"{BOS}{EFFORT}{TOOLS}<｜User｜>1<｜Assistant｜><think>why</think>A{EOS}"
+    assert think(*talk, tools=[WEATHER, NOW]) == f"{told}<｜User｜>2<｜Assistant｜><think>"
+    assert "why" not in chat(*talk, tools=[WEATHER, NOW])
+
+
+def test_a_later_system_message_is_a_turn_and_counts_as_the_users():
+    talk = [user("1"), assistant("A", reasoning="why"), system("rule")]
+    history = f"<｜User｜>1<｜Assistant｜></think>A{EOS}<｜System｜>rule"
+    assert think(*talk) == f"{BOS}{EFFORT}{history}<｜Assistant｜><think>"
+    assert chat(*talk) == f"{BOS}{history}<｜Assistant｜></think>"
+    assert chat(*talk, user("2")) == f"{BOS}{history}<｜User｜>2<｜Assistant｜></think>"
+
+
+def test_two_system_messages_are_not_merged():
+    prompt = chat(system("S"), system("T"))
+    assert prompt == f"{BOS}<｜System｜>S<｜System｜>T<｜Assistant｜></think>"
+
+
+def test_user_messages_in_a_row_are_one_turn():
+    assert chat(user("1"), user("2")) == f"{BOS}<｜User｜>1\n\n2<｜Assistant｜></think>"
+    apart = chat(user("1"), system("S"), user("2"))
+    assert apart == f"{BOS}<｜User｜>1<｜System｜>S<｜User｜>2<｜Assistant｜></think>"
+
+
+def test_every_answer_in_a_row_has_its_header():
+    prompt = chat(user("1"), assistant("A"), assistant("B"), user("2"))
+    answers = f"<｜Assistant｜></think>A{EOS}<｜Assistant｜></think>B{EOS}"
+    assert prompt == f"{BOS}<｜User｜>1{answers}<｜User｜>2<｜Assistant｜></think>"
+
+
+def test_parts_are_joined_by_a_blank_line():
+    parts = [{"type": "text", "text": "a"}, {"type": "image"}, {"type": "text", "text": "b"}]
+    joined = "a\n\n<｜deepseek_image｜>\n\nb"
+    assert chat(user(parts)) == f"{BOS}<｜User｜>{joined}<｜Assistant｜></think>"
+    assert f"<｜System｜>{joined}<" in chat(system(parts))
+    assert f"<tool_result>{joined}</tool_result>" in chat(user("q"), result(parts))
+    assert f"</think>{joined}{EOS}" in chat(user("q"), assistant(parts))
+    assert chat(user([])) == chat(user(""))
+
+
+def test_tools_close_the_system_block():
+    for form in ([WEATHER, NOW], [{"type": "function", "function": f} for f in (WEATHER, NOW)]):
+        prompt = think(system("S"), user("hi"), tools=form)
+        assert prompt == f"{BOS}{EFFORT}S{TOOLS}<｜User｜>hi<｜Assistant｜><think>"
+        prompt = chat(user("hi"), tools=form)
+        assert prompt == f"{BOS}<｜System｜>{TOOLS}<｜User｜>hi<｜Assistant｜></think>"
+    assert chat(user("hi"), tools=[]) == chat(user("hi"))
+
+
+def test_v41_has_one_space_behind_every_dsml_v4_has_none():
+    talk = [user("q"), assistant("", tool_calls=[{"name": "now", "arguments": {"a": 1}}])]
+    prompt = chat(*talk, tools=[NOW])
+    assert prompt.count("｜DSML｜") == prompt.count("｜DSML｜ ") == 9 + 6
+    assert "｜DSML｜  " not in prompt
+
+
+def test_the_response_format_comes_last_in_the_system_block():
+    schema = {"type": "object", "properties": {"é": {"type": "string"}}}
+    told = FORMAT + '{"type": "object", "properties": {"é": {"type": "string"}}}'
+    prompt = chat(system("S"), user("hi"), response_schema=schema)
+    assert prompt == f"{BOS}<｜System｜>S{told}<｜User｜>hi<｜Assistant｜></think>"
+    prompt = think(user("hi"), response_schema=schema, tools=[WEATHER, NOW])
+    assert prompt == f"{BOS}{EFFORT}{TOOLS}{told}<｜User｜>hi<｜Assistant｜><think>"
+    assert f"{FORMAT}{{}}<｜User｜>" in chat(user("hi"), response_schema={})
+
+
+CALLS = [
+    {
+        "id": "x",
+        "name": "weather",
+        "arguments": {"city": "Paris\n中", "n": 3, "o": {"a": [1.5, None]}},
+    },
+    {"id": "y", "name": "now", "arguments": {}},
+]
+BLOCK = """\n\n<｜DSML｜ calls>
+<｜DSML｜ invoke name="weather">
+<｜DSML｜ parameter name="city" string="true">Paris
+中</｜DSML｜ parameter>
+<｜DSML｜ parameter name="n" string="false">3</｜DSML｜ parameter>
+<｜DSML｜ parameter name="o" string="false">{"a": [1.5, null]}</｜DSML｜ parameter>
+</｜DSML｜ invoke>
+<｜DSML｜ invoke name="now">
+
+</｜DSML｜ invoke>
+</｜DSML｜ calls>"""
+
+
+def test_tool_calls_are_written_as_dsml():
+    as_json = [{**c, "arguments": json.dumps(c["arguments"])} for c in CALLS]
+    nested = [{"id": c["id"], "type": "function", "function": c} for c in as_json]
+    for calls in (CALLS, as_json, nested):
+        prompt = chat(user("q"), assistant("let me", tool_calls=calls))
+        assert prompt == f"{BOS}<｜User｜>q<｜Assistant｜></think>let me{BLOCK}{EOS}"
+    assert chat(user("q"), assistant(None, tool_calls=CALLS)).endswith(f"</think>{BLOCK}{EOS}")
+
+
+def test_tool_results_are_user_text_in_the_order_of_the_calls():
+    asked = [user("q"), assistant("", reasoning="why", tool_calls=CALLS)]
+    head = f"{BOS}{EFFORT}{TOOLS}<｜User｜>q<｜Assistant｜><think>why</think>{BLOCK}{EOS}<｜User｜>"
+    results = "<tool_result>X</tool_result>\n\n<tool_result>Y</tool_result>"
+    for answers in ([result("X", "x"), result("Y", "y")], [result("Y", "y"), result("X", "x")]):
+        prompt = think(*asked, *answers, tools=[WEATHER, NOW])
+        assert prompt == f"{head}{results}<｜Assistant｜><think>"
+        prompt = think(*asked, *answers, user("more"), tools=[WEATHER, NOW])
+        assert prompt == f"{head}{results}\n\nmore<｜Assistant｜><think>"
+
+
+def test_only_results_change_places():
+    asked = [user("q"), assistant("", tool_calls=CALLS)]
+    prompt = chat(*asked, result("Y", "y"), user("text"), result("X", "x"))
+    turn = "<tool_result>X</tool_result>\n\ntext\n\n<tool_result>Y</tool_result>"
+    assert prompt.endswith(f"<｜User｜>{turn}<｜Assistant｜></think>")
+
+
+def test_results_without_an_id_stay_where_they_are():
+    prompt = chat(user("q"), assistant("", tool_calls=CALLS), result("2"), result("1"))
+    turn = "<tool_result>2</tool_result>\n\n<tool_result>1</tool_result>"
+    assert prompt.endswith(f"<｜User｜>{turn}<｜Assistant｜></think>")
+
+
+def test_an_id_that_is_used_again_means_the_last_call():
+    first = assistant("", tool_calls=[{"id": "x", "name": "now", "arguments": {}}])
+    again = [{"id": i, "name": "now", "arguments": {}} for i in ("y", "x")]
+    talk = [user("q"), first, result("old", "x"), assistant("", tool_calls=again)]
+    prompt = chat(*talk, result("X", "x"), result("Y", "y"))
+    turn = "<tool_result>Y</tool_result>\n\n<tool_result>X</tool_result>"
+    assert prompt.endswith(f"<｜User｜>{turn}<｜Assistant｜></think>")
+
+
+def test_without_tools_a_result_ends_the_reasoning_before_it():
+    asked = [user("q"), assistant("", reasoning="why", tool_calls=CALLS), result("X", "x")]
+    assert "why" not in think(*asked)
+    answered = think(*asked, assistant("A", reasoning="so"))
+    assert answered.endswith(f"</tool_result><｜Assistant｜><think>so</think>A{EOS}")
+
+
+@pytest.mark.parametrize("name", ["query", "authority", "domain", "title", "read_url"])
+def test_a_task_token_stands_in_place_of_the_header(name):
+    assert chat(user("q"), task=name) == f"{BOS}<｜User｜>q<｜{name}｜>"
+    assert think(user("q"), task=name) == f"{BOS}{EFFORT}<｜User｜>q<｜{name}｜>"
+
+
+def test_the_action_token_stands_behind_the_header():
+    assert chat(user("q"), task="action") == f"{BOS}<｜User｜>q<｜Assistant｜></think><｜action｜>"
+    prompt = think(user("q"), task="action")
+    assert prompt == f"{BOS}{EFFORT}<｜User｜>q<｜Assistant｜><think><｜action｜>"
+
+
+class Pieces:
+    """A tokenizer whose ids are the strings it is given, so that the pieces can be seen."""
+
+    def special_id(self, spelling):
+        return f"[{spelling}]"
+
+    def encode(self, text):
+        return [text] if text else []
+
+
+def test_only_the_format_has_special_tokens():
+    talk = [user("<think>1"), user("｜DSML｜"), assistant("</think>"), user("<｜User｜>")]
+    assert encode_prompt(Pieces(), talk, thinking=False) == [
+        f"[{BOS}]", "[<｜User｜>]", "<think>1\n\n｜DSML｜",
+        "[<｜Assistant｜>]", "[</think>]", "</think>", f"[{EOS}]",
+        "[<｜User｜>]", "<｜User｜>", "[<｜Assistant｜>]", "[</think>]",
+    ]  # fmt: skip
+
+
+def test_in_a_call_only_the_tags_are_special():
+    arguments = {"<think>": "</｜DSML｜ parameter>", "k": ["｜DSML｜"]}
+    call = {"name": "｜DSML｜f", "arguments": arguments}
+    ids = encode_prompt(Pieces(), [user("q"), assistant("a", tool_calls=[call])], thinking=False)
+    dsml = "[｜DSML｜]"
+    assert ids[5:] == [
+        "a\n\n<", dsml, " calls>\n<", dsml, ' invoke name="｜DSML｜f">\n<',
+        dsml, ' parameter name="<think>" string="true"></｜DSML｜ parameter></',
+        dsml, " parameter>\n<", dsml, ' parameter name="k" string="false">["｜DSML｜"]</',
+        dsml, " parameter>\n</", dsml, " invoke>\n</", dsml, " calls>", f"[{EOS}]",
+    ]  # fmt: skip
+
+
+def test_in_the_tool_section_only_the_instructions_are_special():
+    tool = {"name": "f", "description": "<think> ｜DSML｜ <｜User｜>"}
+    ids = encode_prompt(Pieces(), [user("q")], tools=[tool], response_schema={"a": "</think>"})
+    special = [i for i in ids if i.startswith("[")]
+    dsml, open_, close = ["[｜DSML｜]"] * 9, ["[<think>]"] * 2, ["[</think>]"] * 2
+    tail = ["[<｜User｜>]", "[<｜Assistant｜>]", "[<think>]"]
+    assert special == [f"[{BOS}]", "[<｜System｜>]", *dsml, *open_, *close, *tail]
+
+
+def test_a_callers_token_does_not_stay_one():
+    sly = Token("<｜System｜>")
+    call = {"name": sly, "arguments": {sly: sly}}
+    talk = [user(sly), assistant(sly, reasoning=sly, tool_calls=[call]), result(sly)]
+    count = sum(isinstance(piece, Token) and piece == sly for piece in pieces(talk))
+    assert count == 1, "the one in front of the effort line"
+
+
+def recipe_pieces(recipe, messages, effort, tools, schema, thinking):
+    """The maker's own renderer, as (text, is a special token), without empty texts."""
+    kinds = {
+        "system": lambda m: recipe.SystemMessage(m["content"]),
+        "user": lambda m: recipe.UserMessage(m["content"]),
+        "tool": lambda m: recipe.ToolMessage(m["content"], m["tool_call_id"]),
+        "assistant": lambda m: recipe.AssistantMessage(
+            m["content"],
+            m["reasoning"],
+            [
+                recipe.ToolCall(c["id"], c["name"], json.dumps(c["arguments"]))
+                for c in m["tool_calls"]
+            ],
+        ),
+    }
+    definitions = [
+        recipe.ToolDefinition(t["name"], t["description"], t["parameters"]) for t in tools
+    ]
+    options = {"response_schema": schema} if schema else {}
+    conversation = recipe.Conversation(
+        [kinds[m["role"]](m) for m in messages],
+        tools=definitions,
+        reasoning_effort=effort,
+        thinking_mode=thinking,
+        **options,
+    )
+    rendered = recipe.DeepseekV41Encoding().render_conversation(conversation)
+    found, end = [], 0
+    for start, stop in [*rendered.special_ranges, (len(rendered.prompt),) * 2]:
+        texts = ((rendered.prompt[end:start], False), (rendered.prompt[start:stop], True))
+        found += [pair for pair in texts if pair[0]]
+        end = stop
+    return found
+
+
+def random_conversation(rng):
+    """Messages in any order that ends with a question."""
+
+    def text():
+        return " ".join(
+            rng.choices(["hi", "a\nb", "中😀", "<｜User｜>", "</think>", "｜DSML｜"], k=2)
+        )
+
+    messages, last = [system(text())] * rng.randint(0, 1), []
+    for _ in range(rng.randint(1, 6)):
+        kind = rng.choice(["system", "user", "assistant", "tool"])
+        if kind == "assistant":
+            arguments = {"x": text(), "y z": rng.choice([3, 2.5, None, [1, {"é": True}]])}
+            names = [f"{len(messages)}.{n}" for n in range(rng.choice([0, 0, 1, 3]))]
+            last = names or last
+            calls = [{"id": i, "name": "a::f", "arguments": arguments} for i in names]
+            messages.append(assistant(text(), reasoning=text(), tool_calls=calls))
+        elif kind == "tool" and last:
+            messages.append(result(text(), rng.choice(last)))
+        else:
+            messages.append(system(text()) if kind == "system" else user(text()))
+    return [*messages, user(text())]
+
+
+def test_random_conversations_are_those_of_the_maker():
+    recipe = pytest.importorskip("deepseek_recipe", reason="needs: pip install deepseek-recipe")
+    rng = random.Random(0)
+    tool = {"name": "f", "description": "天气 <think>", "parameters": {"type": "object"}}
+    for _ in range(500):
+        talk = random_conversation(rng)
+        effort = rng.choice(["low", "high", "xhigh", "max"])
+        tools, schema = rng.choice([[], [tool]]), rng.choice([None, {"type": "object"}])
+        thinking = rng.random() < 0.7
+        found = []
+        for piece in pieces(talk, thinking, effort, tools, schema):
+            if found and not isinstance(piece, Token) and not found[-1][1]:
+                piece = found.pop()[0] + piece
+            found += [(piece, isinstance(piece, Token))] if piece else []
+        assert found == recipe_pieces(recipe, talk, effort, tools, schema, thinking)
+
+
+IMAGE = "see <｜deepseek_image｜>"
+
+
+@pytest.mark.parametrize(
+    "options, message",
+    [
+        (dict(messages=[]), "messages: expected at least one"),
+        (dict(messages="hi"), "messages: expected a list"),
+        (dict(messages=["hi"]), r"messages\[0\].role: expected one of system, user, .* got None"),
+        (dict(messages=[user("a"), {"role": "developer", "content": "x"}]), r"messages\[1\].role"),
+        (dict(messages=[{"role": ["user"], "content": "x"}]), r"messages\[0\].role"),
+        (dict(messages=[{"role": "user"}]), r"messages\[0\].content: expected a list, got None"),
+        (dict(messages=[user(None)]), r"messages\[0\].content: expected a list, got None"),
+        (dict(messages=[user(["a"])]), r"messages\[0\].content\[0\].type: expected text or image"),
+        (dict(messages=[user([{"type": "text"}])]), r"content\[0\].text: expected a str, got None"),
+        (dict(messages=[user("a") | {"reasoning": "x"}]), r"messages\[0\].reasoning: not a key of"),
+        (dict(messages=[assistant("a", reasoning_content="x")]), r"reasoning_content: not a key"),
+        (dict(messages=[assistant("a", reasoning=3)]), r"messages\[0\].reasoning: expected a str"),
+        (dict(messages=[user(IMAGE)]), r"messages\[0\].content: contains <｜deepseek_image｜>"),
+        (dict(messages=[assistant("", reasoning=IMAGE)]), r"reasoning: contains"),
+        (dict(messages=[user([{"type": "text", "text": IMAGE}])]), r"content\[0\].text: contains"),
+        (dict(messages=[result("a", "x")]), r"messages\[0\].tool_call_id: no call before has the"),
+        (dict(messages=[assistant("", tool_calls=["f"])]), r"tool_calls\[0\]: expected a dict"),
+        (dict(messages=[assistant("", tool_calls=[{}])]), r"tool_calls\[0\].name: expected a str"),
+        (
+            dict(messages=[assistant("", tool_calls=3)]),
+            r"messages\[0\].tool_calls: expected a list",
+        ),
+        (
+            dict(messages=[assistant("", tool_calls=[{"id": [], "function": 3}])]),
+            r"\[0\]: expected",
+        ),
+        (dict(messages=[assistant("", tool_calls=[{"id": [1]}])]), r"tool_calls\[0\].id: expected"),
+        (dict(messages=[result("a", ["x"])]), r"messages\[0\].tool_call_id: expected a str"),
+        (dict(messages=[user("a")], tools=NOW), "tools: expected a list, got {'name': 'now'}"),
+        (dict(messages=[user("a")], tools=[{}]), r"tools\[0\]: expected a dict with a name"),
+        (dict(messages=[user("a")], tools=["f"]), r"tools\[0\]: expected a dict with a name"),
+        (dict(messages=[user("a")], tools=[{"name": "f", "x": {1}}]), r"tools\[0\]: not JSON"),
+        (dict(messages=[user("a")], tools=[{"name": IMAGE}]), r"tools\[0\]: contains"),
+        (dict(messages=[user("a")], response_schema="x"), "response_schema: expected a dict"),
+        (dict(messages=[user("a")], response_schema={"a": float("nan")}), "response_schema: not"),
+        (dict(messages=[user("a")], task="sing"), "task: expected one of action, query"),
+        (dict(messages=[user("a"), assistant("b")], task="title"), "task: the last message is"),
+    ],
+)
+def test_a_wrong_argument_is_named(options, message):
+    with pytest.raises(ValueError, match=message):
+        render(**options)
+
+
+@pytest.mark.parametrize(
+    "arguments, message",
+    [
+        (None, "expected a dict or its JSON text, got None"),
+        ("[1]", r"expected a dict or its JSON text, got \[1\]"),
+        ("{", "not JSON"),
+        ({"k": {1}}, "not JSON"),
+        ({"k": float("inf")}, "not JSON"),
+        ({"k": IMAGE}, "contains <｜deepseek_image｜>"),
+        ({"k": [IMAGE]}, "contains <｜deepseek_image｜>"),
+        ({3: "x"}, "expected a str, got 3"),
+    ],
+)
+def test_wrong_call_arguments_are_named(arguments, message):
+    talk = [user("q"), assistant("", tool_calls=[{"name": "f", "arguments": arguments}])]
+    with pytest.raises(ValueError, match=rf"messages\[1\].tool_calls\[0\].arguments.*: {message}"):
+        render(talk)
+
+
+def test_the_messages_are_left_as_they_were():
+    talk = [user("1"), user([{"type": "text", "text": "2"}]), assistant("", tool_calls=CALLS)]
+    before = json.dumps(talk)
+    assert render(talk, tools=[NOW]) == render(talk, tools=[NOW])
+    assert json.dumps(talk) == before
+
+
+PARSED = [{"name": c["name"], "arguments": c["arguments"]} for c in CALLS]
+
+
+def test_a_reply_is_taken_apart():
+    answer = {"reasoning": "why\n", "content": "A\n\n", "tool_calls": []}
+    assert parse_reply(f"why\n</think>A\n\n{EOS}") == answer
+    assert parse_reply("why\n</think>A\n\n") == answer
+    assert parse_reply("A</think>B", thinking=False) == {
+        "reasoning": "",
+        "content": "A</think>B",
+        "tool_calls": [],
+    }
+    called = {"reasoning": "why", "content": "let me", "tool_calls": PARSED}
+    assert parse_reply(f"why</think>let me{BLOCK}{EOS}") == called
+    assert parse_reply(f"let me{BLOCK}", thinking=False) == called | {"reasoning": ""}
+
+
+def test_a_reply_cut_off_while_thinking_is_all_reasoning():
+    assert parse_reply("I wond") == {"reasoning": "I wond", "content": "", "tool_calls": []}
+
+
+def test_calls_that_are_only_thought_of_are_no_calls():
+    reply = parse_reply(f"maybe{BLOCK}?</think>no")
+    assert reply == {"reasoning": f"maybe{BLOCK}?", "content": "no", "tool_calls": []}
+
+
+def test_a_reply_goes_back_into_the_conversation_as_it_came():
+    text = f"why</think>let me{BLOCK}{EOS}"
+    prompt = render([user("q")], tools=[NOW])
+    message = {"role": "assistant", **parse_reply(text)}
+    assert render([user("q"), message], tools=[NOW]) == prompt + text
+
+
+NAMES = st.text(st.characters(exclude_characters="｜\n", exclude_categories=["Cs"]), min_size=1)
+WORDS = st.text(st.characters(exclude_characters="｜", exclude_categories=["Cs"]))
+VALUES = st.recursive(
+    st.none() | st.booleans() | st.integers() | st.floats(allow_nan=False, allow_infinity=False)
+    | WORDS,
+    lambda inner: st.lists(inner, max_size=3) | st.dictionaries(WORDS, inner, max_size=3),
+    max_leaves=4,
+)  # fmt: skip
+
+
+@settings(max_examples=100, deadline=None)
+@given(
+    st.lists(
+        st.fixed_dictionaries(
+            {
+                "name": NAMES.filter(lambda name: '">' not in name),
+                "arguments": st.dictionaries(
+                    NAMES.filter(lambda key: '" string="' not in key), VALUES, max_size=3
+                ),
+            }
+        ),
+        min_size=1,
+        max_size=3,
+    )
+)
+def test_any_calls_are_read_back(calls):
+    text = render([user("q"), assistant("A", tool_calls=calls)], thinking=False)
+    answer = text.partition("</think>")[2]
+    assert parse_reply(answer, thinking=False) == {
+        "reasoning": "",
+        "content": "A",
+        "tool_calls": calls,
+    }
+
+
+def test_text_without_calls_has_none():
+    assert parse_tool_calls("just <b> text ｜DSML｜") == []
+    assert parse_tool_calls("") == []
+
+
+CALL = '<｜DSML｜ calls>\n<｜DSML｜ invoke name="f">\n{}\n</｜DSML｜ invoke>\n</｜DSML｜ calls>'
+PARAMETER = '<｜DSML｜ parameter name="k" string="{}">{}</｜DSML｜ parameter>'
+
+
+def test_a_call_by_hand():
+    text = "A\n\n" + CALL.format(PARAMETER.format("true", " 3 \n"))
+    assert parse_tool_calls(text) == [{"name": "f", "arguments": {"k": " 3 \n"}}]
+    text = CALL.format(PARAMETER.format("false", " 3 "))
+    assert parse_tool_calls(text + EOS) == [{"name": "f", "arguments": {"k": 3}}]
+
+
+GOOD = CALL.format(PARAMETER.format("false", "3"))
+
+
+@pytest.mark.parametrize(
+    "text, message",
+    [
+        (GOOD.replace("｜DSML｜ ", "｜DSML｜"), "expected a whole <｜DSML｜ calls> at 0, found"),
+        (GOOD.replace("calls", "tool_calls"), "expected a whole <｜DSML｜ calls> at 0"),
+        ("ab" + GOOD[GOOD.index("<｜DSML｜ invoke") :], "expected a whole <｜DSML｜ calls> at 2"),
+        ("</｜DSML｜ calls>", "expected a whole <｜DSML｜ calls> at 0"),
+        ("<｜DSML｜ calls>\n</｜DSML｜ calls>", "expected a whole <｜DSML｜ invoke>"),
+        (GOOD.replace(' name="f"', ""), "expected a whole <｜DSML｜ invoke>"),
+        (GOOD.replace('name="f"', 'name=""'), "expected a whole <｜DSML｜ invoke>"),
+        (GOOD.replace(' string="false"', ""), "expected a whole <｜DSML｜ parameter>"),
+        (GOOD.replace('"false"', '"no"'), "expected a whole <｜DSML｜ parameter>"),
+        (GOOD.replace("3</｜DSML｜ parameter>", "3"), "expected a whole <｜DSML｜ parameter>"),
+        (GOOD.replace("</｜DSML｜ invoke>", "x</｜DSML｜ invoke>"), "expected .* parameter>"),
+        (GOOD.replace("</｜DSML｜ invoke>", ""), "expected a whole <｜DSML｜ parameter>"),
+        (GOOD.replace("</｜DSML｜ calls>", ""), "expected a whole .* invoke> at .* 'the end'"),
+        (GOOD[:-5], "expected a whole <｜DSML｜ invoke>"),
+        (CALL.format(PARAMETER.format("true", "<｜DSML｜ x>")), "expected a whole .* parameter>"),
+        (CALL.format(PARAMETER.format("true", "</｜DSML｜ invoke>")), "expected a whole .* param"),
+        (CALL.format(PARAMETER.format("false", "x")), "text: tool call f, parameter k: not JSON"),
+        (CALL.format(PARAMETER.format("false", "")), "text: tool call f, parameter k: not JSON"),
+        (CALL.format(PARAMETER.format("true", "x") * 2), "tool call f, parameter k: given twice"),
+        (GOOD + " more", "text: tool calls end an answer, but 'more' follows"),
+        (GOOD + GOOD, "text: tool calls end an answer, but '<｜DSML｜ calls>"),
+    ],
+)
+def test_malformed_calls_are_refused(text, message):
+    assert parse_tool_calls(GOOD) == [{"name": "f", "arguments": {"k": 3}}]
+    with pytest.raises(ValueError, match=message):
+        parse_tool_calls(text)
+    with pytest.raises(ValueError, match=message):
+        parse_reply(text, thinking=False)
