@@ -3,6 +3,7 @@
     demo      does it run here, and does it agree with the reference?
     inspect   what is in this checkpoint?
     verify    which tensor of another run departs from ours first?
+    generate  what does the model write?
     ledger    how many parameters, bytes and FLOPs, for every model of the family?
     bench     how fast is the plain text on this machine?
 
@@ -14,6 +15,7 @@ import sys
 import time
 from pathlib import Path
 
+STRATEGIES = ("bounded", "zero", "periodic", "full")
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "v41_tiny_a"
 
 
@@ -57,6 +59,22 @@ def _parser():
     )
     verify.add_argument("--numerics", choices=("official", "float32"), default="official")
     verify.add_argument("--all", action="store_true", help="print every tensor, not only the first")
+
+    generate = add("generate", _generate, "continue a prompt, with drafts and a prefix store")
+    generate.add_argument("dir", type=Path, help="checkpoint directory")
+    generate.add_argument("--prompt", required=True, help="text, or @FILE to read it from a file")
+    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
+    generate.add_argument("--top-p", type=float, default=1.0)
+    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--draft", action="store_true", help="speculate with DSpark")
+    generate.add_argument("--store", type=Path, help="directory of the prefix store")
+    generate.add_argument("--strategy", choices=STRATEGIES, default="bounded")
+    generate.add_argument("--chunk", type=int, default=512, help="prompt tokens per step")
+    generate.add_argument("--exact", action="store_true", help="every layer for every token")
+    generate.add_argument("--numerics", choices=("official", "float32"), default="official")
+    generate.add_argument("--chat", action="store_true", help="wrap the prompt as a user's turn")
+    generate.add_argument("--effort", type=int, help="reasoning effort 1-100, with --chat")
 
     ledger = add("ledger", _ledger, "parameters, FLOPs and cache bytes of the model family")
     ledger.add_argument("dir", nargs="?", type=Path, help="a checkpoint directory or config.json")
@@ -151,6 +169,66 @@ def _verify(arguments):
         verdict = f"first {wrong[0]}" if wrong else f"all {len(tensors)} tensors agree"
         print(f"layer {layer} from its stored input: {verdict}")
     return 1
+
+
+def _generate(arguments):
+    from . import FLOAT32, OFFICIAL, load
+    from .generate import stream_text
+    from .sampling import Sampling
+
+    model = load(arguments.dir)
+    numerics = (OFFICIAL if arguments.numerics == "official" else FLOAT32).but(batch_invariant=True)
+    ids = _prompt_ids(model, arguments)
+    sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
+    pieces = stream_text(
+        model,
+        ids,
+        arguments.max_tokens,
+        sampling,
+        progress=_show_progress if sys.stderr.isatty() else None,
+        finished=lambda summary: print(f"\n[{summary}]", file=sys.stderr),
+        numerics=numerics,
+        chunk=arguments.chunk,
+        exact=arguments.exact,
+        draft=arguments.draft,
+        prefix=_prefix(model, numerics, arguments),
+    )
+    for piece in pieces:
+        print(piece, end="", flush=True)
+    print()
+
+
+def _prompt_ids(model, arguments):
+    from .prompt import encode_prompt
+
+    text = arguments.prompt
+    if text.startswith("@"):
+        text = Path(text[1:]).read_text(encoding="utf-8")
+    if not arguments.chat:
+        if arguments.effort is not None:
+            raise ValueError("effort: only a --chat prompt has one")
+        return model.tokenizer.encode(text)
+    thinking = arguments.effort is not None
+    options = {"effort": arguments.effort} if thinking else {}
+    message = {"role": "user", "content": text}
+    return encode_prompt(model.tokenizer, [message], thinking=thinking, **options)
+
+
+def _prefix(model, numerics, arguments):
+    if arguments.store is None:
+        return None
+    from .fingerprint import fingerprint
+    from .prefix import PrefixCache
+    from .store import Store
+
+    exact = arguments.exact or arguments.strategy != "bounded"
+    store = Store(arguments.store, fingerprint(model, numerics, exact))
+    return PrefixCache(model, store, arguments.strategy)
+
+
+def _show_progress(done, total):
+    width = 30 * done // total
+    print(f"\rprompt [{'#' * width:<30}] {done}/{total}", end="", file=sys.stderr, flush=True)
 
 
 def _ledger(arguments):

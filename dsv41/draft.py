@@ -82,7 +82,7 @@ class Drafter:
             ring.pop(slot, None)
 
     def take(self, slot):
-        """The request's rings, for `give` when it comes back in another slot; None if it has none."""
+        """The request's rings, for `give` when it comes back in another slot, or None."""
         if slot not in self.first:
             return None
         return self.first[slot], [ring[slot] for ring in self.rings]

@@ -5,9 +5,10 @@ An engine holds requests and one cache. Each `step` runs the model once over wha
     a request that is still reading      the next piece of its prompt, up to `chunk` tokens in all
     a request that is writing            its newest token, and behind it the drafts to be verified
 
-Requests join and leave between steps, and one may be put aside (`preempt`) and come back. With batch-
-invariant numerics, the default, a request's text does not depend on its company, on the chunks or on
-drafting. Unless `exact`, only the last window of a prompt runs through the decoder half (replay.py).
+Requests join and leave between steps, and one may be put aside (`preempt`) and come back. The
+default numerics are batch-invariant, so a request's text does not depend on its company, on the
+chunks or on drafting. Unless `exact`, only the last window of a prompt runs through the decoder
+half (replay.py).
 
 The newest token of a writing request, its anchor, has been chosen but not yet been run. Verifying n
 drafts feeds n + 1 tokens, keeps some, takes the others back (rollback.py), and leaves a new anchor.
@@ -309,3 +310,60 @@ class _Proposal:
 
     tokens: list
     laws: list
+
+
+@dataclass(frozen=True)
+class Summary:
+    """What a finished request cost."""
+
+    prompt_tokens: int
+    computed: int  # prompt tokens that were run: all, or a replay and what follows the hit
+    new_tokens: int
+    first_token: float  # seconds from submission
+    seconds: float
+    accepted: float | None  # mean drafts kept per verification
+
+    def __str__(self):
+        rate = (self.new_tokens - 1) / max(self.seconds - self.first_token, 1e-9)
+        drafts = "" if self.accepted is None else f", {self.accepted:.2f} drafts kept per step"
+        return (
+            f"{self.computed} of {self.prompt_tokens} prompt tokens run, first token after "
+            f"{self.first_token:.2f} s, {self.new_tokens} tokens, {rate:.1f} tokens/s{drafts}"
+        )
+
+
+def summarise(request):
+    """Request -> Summary, once its first token is there."""
+    now = time.perf_counter()
+    accepted = float(np.mean(request.accepted)) if request.accepted else None
+    return Summary(
+        len(request.prompt),
+        request.computed,
+        len(request.tokens),
+        request.first_token - request.started,
+        now - request.started,
+        accepted,
+    )
+
+
+def stream_text(
+    model, prompt, max_tokens, sampling, *, stop=None, progress=None, finished=None, **options
+):
+    """Generate from text or ids and yield pieces of text, never half a character.
+
+    progress: called with (prompt tokens done, of how many) while the prompt is read; finished:
+    called with the Summary at the end. options: those of Engine.
+    """
+    ids = prompt if not isinstance(prompt, str) else model.tokenizer.encode(prompt)
+    engine = Engine(model, **options)
+    request = engine.submit(ids, max_tokens, sampling, stop)
+    stream = model.tokenizer.stream()
+    while engine.busy:
+        for _, tokens in engine.step():
+            shown = [t for t in tokens if t not in request.stop]
+            yield "".join(stream.push(t) for t in shown)
+        if progress and request.slot is not None and request.reading:
+            progress(engine.cache.length[request.slot], len(request.prompt))
+    yield stream.flush()
+    if finished:
+        finished(summarise(request))

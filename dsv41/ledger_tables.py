@@ -69,9 +69,8 @@ def _decoding(models, contexts):
     return _table(title, rows)
 
 
-def breakdown(config):
-    """Config -> tables of one model: weights, layers, cache, decode, prefill."""
-    contexts = (4096, 131_072, LONGEST)
+def breakdown(config, contexts=(4096, 131_072, LONGEST)):
+    """Config -> tables of one model: weights, layers, cache, decode at these contexts, prefill."""
     sections = (_weights(config), _layers(config), _terms(config, contexts), _prompts(config))
     return "\n\n".join(sections)
 

@@ -11,6 +11,8 @@ and token classes that a user holds. Source: Transformer.forward in the released
 inference/model.py.
 """
 
+from functools import cached_property
+
 import numpy as np
 
 from .batch import make_batch
@@ -23,6 +25,7 @@ from .mhc import hc_collapse, initial_streams
 from .ops import matmul_rows, rmsnorm, rows
 from .quant import OFFICIAL
 from .token_classes import load_token_classes
+from .tokenizer import load_tokenizer
 from .trace import put
 
 
@@ -76,8 +79,8 @@ class Model:
     needed by models with Engram.
     """
 
-    def __init__(self, config, params, classes=None):
-        self.config, self.params = config, params
+    def __init__(self, config, params, classes=None, directory=None):
+        self.config, self.params, self.directory = config, params, directory
         self.classes = _checked_classes(config, classes)
 
     def logits(
@@ -104,6 +107,33 @@ class Model:
         slots = [self.open(cache) for _ in requests]
         out = self.step(cache, slots, requests, types, embedding, trace)
         return out.reshape((*shape, -1))
+
+    def generate(self, prompt, max_tokens=64, *, temperature=0.0, top_p=1.0, seed=0, **options):
+        """Continue `prompt`, text or token ids, and yield the text piece by piece.
+
+        options: those of generate.Engine (numerics, exact, draft, prefix, chunk, ...) and `stop`,
+        token ids that end the text (default: the config's eos).
+        """
+        from .generate import stream_text
+        from .sampling import Sampling
+
+        sampling = Sampling(temperature, top_p, seed)
+        return stream_text(self, prompt, max_tokens, sampling, **options)
+
+    def ledger(self, context=1_000_000):
+        """Parameters, cache bytes and FLOPs of this model at a context length, as a text table."""
+        from .ledger_tables import breakdown
+
+        return breakdown(self.config, (context,))
+
+    @cached_property
+    def tokenizer(self):
+        """The tokenizer of the directory that the model was loaded from."""
+        if self.directory is None:
+            raise ValueError(
+                "tokenizer: this model was not loaded from a directory; pass token ids"
+            )
+        return load_tokenizer(self.directory)
 
     def new_cache(self, numerics=OFFICIAL, page_tokens=64):
         """An empty cache for this model; requests are opened in it with `open`."""
@@ -172,13 +202,17 @@ def _tail_rows(batch, tails):
 
 
 def load(directory, **options):
-    """Open a checkpoint directory in the released layout -> Model. Options as in `load_params`."""
+    """Open a checkpoint directory in the released layout -> Model.
+
+    options: those of checkpoint.load_params; `parts` defaults to the text model and its drafter.
+    """
     checkpoint = Checkpoint(directory)
-    params = load_params(checkpoint, **options)
+    drafts = ("dspark",) if checkpoint.config.num_nextn_predict_layers else ()
+    params = load_params(checkpoint, **{"parts": ("text", *drafts), **options})
     classes = None
     if checkpoint.config.engram_layer_ids:
         classes = load_token_classes(directory)
-    return Model(checkpoint.config, params, classes)
+    return Model(checkpoint.config, params, classes, directory)
 
 
 # ---- what a caller may pass ------------------------------------------------------------------

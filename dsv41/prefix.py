@@ -171,7 +171,7 @@ class PrefixCache:
 
 
 def block_keys(ids, block):
-    """ids (T,) int -> a 32-byte key per whole block of `block` tokens, hashing all up to its end."""
+    """ids (T,) int -> a 32-byte key per whole block of `block` tokens, hashing all before too."""
     ids, chain, keys = np.asarray(ids, np.int64), b"", []
     for begin in range(0, len(ids) // block * block, block):
         chain = _hash(chain + ids[begin : begin + block].astype("<i8").tobytes())

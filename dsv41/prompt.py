@@ -18,7 +18,7 @@ import re
 from dataclasses import dataclass, field
 from itertools import groupby
 
-from . import tokenizer as _tokenizer
+from .tokenizer import IMAGE as IMAGE_SPELLING
 
 
 class Token(str):
@@ -29,7 +29,7 @@ BOS, EOS = Token("<｜begin▁of▁sentence｜>"), Token("<｜end▁of▁sentenc
 SYSTEM, USER, ASSISTANT = Token("<｜System｜>"), Token("<｜User｜>"), Token("<｜Assistant｜>")
 THINK, END_THINK = Token("<think>"), Token("</think>")
 DSML = Token("｜DSML｜")
-IMAGE = Token(_tokenizer.IMAGE)
+IMAGE = Token(IMAGE_SPELLING)
 TASKS = {
     name: Token(f"<｜{name}｜>")
     for name in ("action", "query", "authority", "domain", "title", "read_url")
@@ -170,7 +170,7 @@ class _Turn:
         """Pieces of the turn, a blank line between parts, tool results in the order of calls."""
         results = iter(sorted((p for p in self.parts if p[0] is not None), key=lambda p: p[0]))
         ordered = [part if part[0] is None else next(results) for part in self.parts]
-        return _join("\n\n", [pieces for _, pieces in ordered])
+        return _join("\n\n", [part[1] for part in ordered])
 
 
 def _join(between, parts):

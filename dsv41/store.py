@@ -51,7 +51,7 @@ class Store:
             segment_bytes = min(segment_bytes, budget // 8)
         self._lock, self._pid = threading.RLock(), os.getpid()
         self._counts = dict.fromkeys(("hits", "misses", "corrupt", "evicted"), 0)
-        self._used = {}  # keys used since uses were last written down, in that order
+        self._chain, self._reads = {}, {}  # keys used since uses were last written down, in order
         self.directory.mkdir(parents=True, exist_ok=True)
         self._index = Index(self.directory, rebuild)
         self._files = Files(self.directory, self._index, segment_bytes)
@@ -77,7 +77,7 @@ class Store:
                 return None
             payload = self._read(key, *place)
             if payload is not None:
-                self._use(key)
+                self._note_read(key)
                 return payload
             if self._drop(key, *place[:2]):
                 return None
@@ -115,7 +115,7 @@ class Store:
         with self._quiet():
             self._write_uses()  # a new request begins: the uses of the last one are complete
             count = self._index.leading(self.fingerprint, b"".join(keys), size)
-            self._used.update(dict.fromkeys(keys[:count]))
+            self._chain.update(dict.fromkeys(keys[:count]))
         return count
 
     # ---- write -----------------------------------------------------------------------------
@@ -134,7 +134,9 @@ class Store:
             raise ValueError("key: expected at least one byte")
         stored = 0
         with self._quiet():
-            fresh = [item for item in items.items() if not self._is_used(item[0])]
+            listed = {key: None for key in items if key in self}
+            self._chain.update(listed)
+            fresh = [item for item in items.items() if item[0] not in listed]
             use = self._write_uses(len(fresh)) if fresh else 0
             for group in self._groups(fresh):
                 stored += self._files.append([sign(self.fingerprint, *item) for item in group], use)
@@ -189,33 +191,32 @@ class Store:
         """Count a chain as used now, for all processes."""
         with self._quiet():
             self._write_uses()
-            self._used.update(dict.fromkeys(bytes(key) for key in keys))
+            self._chain.update(dict.fromkeys(bytes(key) for key in keys))
             self._write_uses()
 
-    def _is_used(self, key):
-        listed = key in self
-        if listed:
-            self._use(key)
-        return listed
-
-    def _use(self, key):
-        self._used.setdefault(key)
-        if len(self._used) >= PENDING:
+    def _note_read(self, key):
+        if key not in self._chain:
+            self._reads.setdefault(key)
+        if len(self._reads) >= PENDING:
             self._write_uses()
 
     def _write_uses(self, reserve=0):
         """Write down the pending uses. -> the use of the first of `reserve` records to come.
 
-        trap: a chain is read from its head, and without its head it is worth nothing. So what came
-        first since the last writing counts as the latest use, and chains are lost from their ends.
+        trap: without its head a chain is worth nothing, and the head is read first. So within one
+        writing what came first counts as latest, and a chain before what is stored behind it.
         """
-        keys, self._used = self._used, {}
-        if self._index.readonly or not (keys or reserve):
+        chain, reads = self._chain, self._reads
+        self._chain, self._reads = {}, {}
+        if self._index.readonly or not (chain or reads or reserve):
             return 0
-        with self._index.transaction():
-            top = self._index.latest_use() + len(keys) + reserve
-            self._index.set_uses([(top - n, self.fingerprint, key) for n, key in enumerate(keys)])
-        return top - len(keys)
+        uses = [*chain, *[None] * reserve, *reads]
+        top = self._index.latest_use() + len(uses)
+        rows = [(top - n, self.fingerprint, key) for n, key in enumerate(uses) if key is not None]
+        if rows:
+            with self._index.transaction():
+                self._index.set_uses(rows)
+        return top - len(chain)
 
     # ---- the rest --------------------------------------------------------------------------
 

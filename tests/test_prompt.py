@@ -2,6 +2,7 @@
 
 import json
 import random
+from itertools import groupby
 
 import pytest
 from hypothesis import given, settings
@@ -327,48 +328,46 @@ def test_a_callers_token_does_not_stay_one():
     assert count == 1, "the one in front of the effort line"
 
 
-def recipe_pieces(recipe, messages, effort, tools, schema, thinking):
-    """The maker's own renderer, as (text, is a special token), without empty texts."""
-    kinds = {
-        "system": lambda m: recipe.SystemMessage(m["content"]),
-        "user": lambda m: recipe.UserMessage(m["content"]),
-        "tool": lambda m: recipe.ToolMessage(m["content"], m["tool_call_id"]),
-        "assistant": lambda m: recipe.AssistantMessage(
-            m["content"],
-            m["reasoning"],
-            [
-                recipe.ToolCall(c["id"], c["name"], json.dumps(c["arguments"]))
-                for c in m["tool_calls"]
-            ],
-        ),
-    }
-    definitions = [
-        recipe.ToolDefinition(t["name"], t["description"], t["parameters"]) for t in tools
-    ]
-    options = {"response_schema": schema} if schema else {}
-    conversation = recipe.Conversation(
-        [kinds[m["role"]](m) for m in messages],
-        tools=definitions,
-        reasoning_effort=effort,
-        thinking_mode=thinking,
-        **options,
-    )
-    rendered = recipe.DeepseekV41Encoding().render_conversation(conversation)
+def of_maker(recipe, message):
+    """The same message for the package deepseek_recipe."""
+    content = message["content"]
+    if message["role"] == "assistant":
+        calls = [(c["id"], c["name"], json.dumps(c["arguments"])) for c in message["tool_calls"]]
+        calls = [recipe.ToolCall(*call) for call in calls]
+        return recipe.AssistantMessage(content, message["reasoning"], calls)
+    if message["role"] == "tool":
+        return recipe.ToolMessage(content, message["tool_call_id"])
+    kind = recipe.SystemMessage if message["role"] == "system" else recipe.UserMessage
+    return kind(content)
+
+
+def maker_pieces(rendered):
+    """Its prompt as [(text, is a special token)], without empty texts."""
     found, end = [], 0
     for start, stop in [*rendered.special_ranges, (len(rendered.prompt),) * 2]:
-        texts = ((rendered.prompt[end:start], False), (rendered.prompt[start:stop], True))
-        found += [pair for pair in texts if pair[0]]
+        found += [(rendered.prompt[end:start], False), (rendered.prompt[start:stop], True)]
         end = stop
-    return found
+    return [pair for pair in found if pair[0]]
+
+
+def our_pieces(*arguments):
+    """Ours in that form: texts between two tokens are one."""
+    runs = groupby(pieces(*arguments), lambda piece: isinstance(piece, Token))
+    found = [
+        (text, special)
+        for special, run in runs
+        for text in (list(run) if special else ["".join(run)])
+    ]
+    return [pair for pair in found if pair[0]]
 
 
 def random_conversation(rng):
     """Messages in any order that ends with a question."""
 
+    words = ["hi", "a\nb", "中😀", "<｜User｜>", "</think>", "｜DSML｜"]
+
     def text():
-        return " ".join(
-            rng.choices(["hi", "a\nb", "中😀", "<｜User｜>", "</think>", "｜DSML｜"], k=2)
-        )
+        return " ".join(rng.choices(words, k=2))
 
     messages, last = [system(text())] * rng.randint(0, 1), []
     for _ in range(rng.randint(1, 6)):
@@ -391,16 +390,18 @@ def test_random_conversations_are_those_of_the_maker():
     rng = random.Random(0)
     tool = {"name": "f", "description": "天气 <think>", "parameters": {"type": "object"}}
     for _ in range(500):
-        talk = random_conversation(rng)
+        talk, thinking = random_conversation(rng), rng.random() < 0.7
         effort = rng.choice(["low", "high", "xhigh", "max"])
         tools, schema = rng.choice([[], [tool]]), rng.choice([None, {"type": "object"}])
-        thinking = rng.random() < 0.7
-        found = []
-        for piece in pieces(talk, thinking, effort, tools, schema):
-            if found and not isinstance(piece, Token) and not found[-1][1]:
-                piece = found.pop()[0] + piece
-            found += [(piece, isinstance(piece, Token))] if piece else []
-        assert found == recipe_pieces(recipe, talk, effort, tools, schema, thinking)
+        conversation = recipe.Conversation(
+            [of_maker(recipe, message) for message in talk],
+            thinking_mode=thinking,
+            reasoning_effort=effort,
+            tools=[recipe.ToolDefinition(**t) for t in tools],
+            **({"response_schema": schema} if schema else {}),
+        )
+        rendered = recipe.DeepseekV41Encoding().render_conversation(conversation)
+        assert our_pieces(talk, thinking, effort, tools, schema) == maker_pieces(rendered)
 
 
 IMAGE = "see <｜deepseek_image｜>"
