@@ -16,6 +16,7 @@ import functools
 import importlib
 import importlib.util
 import os
+import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 
@@ -49,6 +50,8 @@ def choose_backend(args=()):
     forced = _forced.get() or os.environ.get("DSV41_BACKEND")
     if forced:
         return _checked(forced)
+    if "cupy" not in sys.modules:  # then no argument can be a CUDA array
+        return "numpy"
     return "numpy" if all(on_host(x) for x in args) else "cupy"
 
 

@@ -30,11 +30,14 @@ from .quant import WEIGHT_FP8, require_finite_weight
 BARRIER = -1  # in a request's history: an image position
 
 
+@functools.cache
 def multipliers(config, layer):
     """(max n-gram size,) odd int64, small enough that class * multiplier stays below 2^63."""
     bound = np.iinfo(np.int64).max // config.engram_compressed_vocab_size // 2
     draw = np.random.default_rng(10007 * layer)
-    return draw.integers(0, bound, size=config.engram_max_ngram_size, dtype=np.int64) * 2 + 1
+    odd = draw.integers(0, bound, size=config.engram_max_ngram_size, dtype=np.int64) * 2 + 1
+    odd.flags.writeable = False  # the cached array is everybody's
+    return odd
 
 
 @functools.cache

@@ -30,14 +30,14 @@ def sinkhorn(logits, iterations, eps):
     The first row pass is a softmax; `iterations` row and column passes in all, ending with columns.
     trap: eps stands inside every division and after the softmax, and columns come last.
     """
-    eps = np.float32(eps)
+    eps, ones = np.float32(eps), np.zeros(logits.shape[-2:], logits.dtype, like=logits) + 1
     shifted = logits - np.max(logits, axis=-1, keepdims=True)  # exp of large logits would overflow
-    weights = np.exp(shifted)
-    b = weights / np.sum(weights, axis=-1, keepdims=True) + eps
-    b = b / (np.sum(b, axis=-2, keepdims=True) + eps)
+    b = np.exp(shifted)
+    b = b / (b @ ones) + eps
+    b = b / (ones @ b + eps)
     for _ in range(iterations - 1):
-        b = b / (np.sum(b, axis=-1, keepdims=True) + eps)
-        b = b / (np.sum(b, axis=-2, keepdims=True) + eps)
+        b = b / (b @ ones + eps)  # b @ ones: every element's row sum; ones @ b: its column sum
+        b = b / (ones @ b + eps)
     return b
 
 
@@ -48,8 +48,8 @@ def hc_coefficients(streams, fn, base, scale, config, numerics):
     streams (T, S, D) f32, fn (2S + S*S, S*D), base (2S + S*S,), scale (3,), all f32
     -> pre (T, S), post (T, S), comb (T, S, S) as [from stream, to stream]; f32, never rounded.
     """
-    tokens, s, _ = streams.shape
-    flat = streams.reshape(tokens, -1)  # stream-major: all of stream 0 first
+    tokens, s, width = streams.shape
+    flat = streams.reshape(tokens, s * width)  # stream-major: all of stream 0 first
     mean_square = np.mean(flat * flat, axis=-1, keepdims=True)  # one statistic over all streams
     u = matmul_rows(flat, fn, numerics) / np.sqrt(mean_square + np.float32(config.rms_norm_eps))
     pre = sigmoid(u[:, :s] * scale[0] + base[:s]) + np.float32(config.hc_eps)
@@ -61,7 +61,7 @@ def hc_coefficients(streams, fn, base, scale, config, numerics):
 @op
 def hc_collapse(streams, pre, numerics):
     """streams (T, S, D), pre (T, S) -> x (T, D) = sum_i pre_i X_i, stored as bf16."""
-    return numerics.store((pre[:, None, :] @ streams)[:, 0])
+    return numerics.store((pre[:, None, :] @ np.ascontiguousarray(streams))[:, 0])
 
 
 @op
@@ -70,7 +70,7 @@ def hc_update(streams, y, post, comb, numerics):
 
     trap: comb is contracted over its FIRST stream axis.
     """
-    mixed = comb.transpose(0, 2, 1) @ streams
+    mixed = comb.transpose(0, 2, 1) @ np.ascontiguousarray(streams)
     return numerics.store(post[:, :, None] * y[:, None, :] + mixed)
 
 

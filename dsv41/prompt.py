@@ -149,7 +149,7 @@ def _turn_pieces(turn, reasoned):
 def _opening(turns, thinking, task):
     """Where the model goes on: nowhere, if it has answered already."""
     answered = bool(turns) and turns[-1].role == "assistant"
-    if task is not None and task not in TASKS:
+    if task not in (None, *TASKS):
         raise ValueError(f"task: expected one of {', '.join(TASKS)}, got {task!r}")
     if task is not None and answered:
         raise ValueError("task: the last message is an answer; a task is put to a question")
@@ -245,14 +245,14 @@ def _plain(text, where):
 
 
 def _calls(calls, ranks, where):
-    """Tool calls of a message, checked; `ranks` learns the order of their ids."""
+    """Tool calls of a message, checked; `ranks` learns the place of each id."""
     found = []
     for i, call in enumerate(_list(calls or [], where)):
         function = call.get("function", call) if isinstance(call, dict) else None
         if not isinstance(function, dict):
             raise ValueError(f"{where}[{i}]: expected a dict, got {call!r}")
         if call.get("id"):
-            ranks[_plain(call["id"], f"{where}[{i}].id")] = max(ranks.values(), default=-1) + 1
+            ranks[_plain(call["id"], f"{where}[{i}].id")] = i
         name = _plain(function.get("name"), f"{where}[{i}].name")
         found.append((name, _arguments(function.get("arguments"), f"{where}[{i}].arguments")))
     return found

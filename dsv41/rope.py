@@ -15,6 +15,7 @@ magnitude factor. Angles are float32 products of a float32 position, as in the r
 1,000,000 a float64 table would give other bits. Source: precompute_freqs_cis and apply_rotary_emb.
 """
 
+import functools
 import math
 
 import numpy as np
@@ -22,12 +23,15 @@ import numpy as np
 from .dispatch import op
 
 
+@functools.cache
 def frequencies(config, ratio):
-    """Radians per token of each pair, (d_r / 2,) f32, for a layer of this compress ratio."""
+    """Radians per token of each pair, (U,) f32, for a layer of this compress ratio."""
     pairs = np.arange(0, config.qk_rope_head_dim, 2, dtype=np.float32)
     base = config.compress_rope_theta if ratio else config.rope_theta
     freqs = np.float32(1) / np.float32(base) ** (pairs / np.float32(config.qk_rope_head_dim))
-    return _yarn(freqs, config, base) if ratio else freqs
+    freqs = _yarn(freqs, config, base) if ratio else freqs
+    freqs.flags.writeable = False  # the cached array is everybody's
+    return freqs
 
 
 def _yarn(freqs, config, base):

@@ -113,9 +113,8 @@ class Store:
             raise ValueError("keys: expected the same length for all keys of a chain")
         count = 0
         with self._quiet():
-            self._write_uses()  # a new request begins: the uses of the last one are complete
             count = self._index.leading(self.fingerprint, b"".join(keys), size)
-            self._chain.update(dict.fromkeys(keys[:count]))
+            self._begin_chain(keys[:count])
         return count
 
     # ---- write -----------------------------------------------------------------------------
@@ -134,8 +133,9 @@ class Store:
             raise ValueError("key: expected at least one byte")
         stored = 0
         with self._quiet():
-            listed = {key: None for key in items if key in self}
-            self._chain.update(listed)
+            listed = {key for key in items if key in self}
+            if listed:
+                self._begin_chain(key for key in items if key in listed)
             fresh = [item for item in items.items() if item[0] not in listed]
             use = self._write_uses(len(fresh)) if fresh else 0
             for group in self._groups(fresh):
@@ -170,18 +170,17 @@ class Store:
             self._write_uses()
             if self._is_over():
                 with self._index.transaction():
-                    excess = self._index.total("live") - self._low_water()
-                    forgotten = self._index.drop_oldest(excess)
+                    forgotten = self._index.drop_oldest(self._index.live() - self._low_water())
             self._counts["evicted"] += forgotten
             self._counts["corrupt"] += self._files.sweep()
-            for segment, _, _ in self._index.segments("live < size ORDER BY size - live DESC"):
-                if not self._is_over():
+            for segment, size, live in self._index.segments():
+                if live == size or not self._is_over():
                     break
                 self._counts["corrupt"] += self._files.compact(segment)
         return forgotten
 
     def _is_over(self):
-        return self.budget is not None and self._index.total("size") > self.budget
+        return self.budget is not None and self._index.size() > self.budget
 
     def _low_water(self):
         # an eighth below: then an eighth at least is dead, and copying the living is worth it
@@ -190,9 +189,12 @@ class Store:
     def touch(self, keys):
         """Count a chain as used now, for all processes."""
         with self._quiet():
+            self._begin_chain(bytes(key) for key in keys)
             self._write_uses()
-            self._chain.update(dict.fromkeys(bytes(key) for key in keys))
-            self._write_uses()
+
+    def _begin_chain(self, keys):
+        self._write_uses()  # those of the request before are complete
+        self._chain = dict.fromkeys(keys)
 
     def _note_read(self, key):
         if key not in self._chain:

@@ -86,8 +86,7 @@ class Files:
         raise OSError(f"{self.directory}: no segment could be created")
 
     def _candidates(self, needed):
-        room = self.segment_bytes - needed
-        for segment, _, _ in self._index.segments(f"size <= {room} ORDER BY size DESC LIMIT 8"):
+        for segment in self._index.roomy(self.segment_bytes - needed):
             yield segment, False
         for _ in range(2):  # once more: a sweep may remove the file before we lock it
             yield secrets.randbits(62), True
@@ -111,7 +110,7 @@ class Files:
             (size, live), found = listed.get(segment, (0, 0)), files.get(segment, 0)
             if found < size:
                 lost += self._index.drop_beyond(segment, found)
-            if live <= 0 or found != size:
+            if live == 0 or found != size:
                 self._reclaim(segment)
         return lost
 
@@ -121,14 +120,15 @@ class Files:
         with locked(path) as fd:
             if fd is None and path.exists():
                 return  # somebody writes it
-            self._index.change("DELETE FROM segments WHERE id = ? AND live <= 0", segment)
+            self._index.drop_segment(segment)
             if fd is not None:
                 self._cut(segment, fd)
 
     def compact(self, victim):
         """Copy the records of a segment to another one and remove it. -> how many were damaged."""
         with locked(self._path(victim)) as held:
-            data = None if held is None else self.maps.get(victim)
+            # trap: the map at hand may be older than the last records of the file
+            data = None if held is None else self.maps.get(victim, os.fstat(held).st_size)
             if data is None:
                 return 0
             rows = self._index.offsets(victim)

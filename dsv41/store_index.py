@@ -2,14 +2,14 @@
 
 An SQLite file answers for all processes. `records` has a row per block: fingerprint and key, place,
 checksum, last use. `segments` has a row per file: `size`, the end of the last record ever listed in
-it, and `live`, the bytes of those still listed, kept by triggers; size - live is dead space.
+it. What its records do not add up to is dead space.
 
 Journal: WAL, so that readers never wait for a writer. synchronous=NORMAL: a commit is not synced,
 the file survives a power cut whole but may miss its last commits. FULL would add a disk flush per
 block, to protect what can be computed again.
 
 Last use is a count of uses, not a time: no clock can jump. The file may be damaged, so numbers
-are cast where they are read, and a row is a hint where to look: what is found there has to verify.
+are cast where they are read, and a row is a hint where to look: what lies there has to verify.
 Left out: the files (`segments`, `store_files`) and every decision (`store`).
 """
 
@@ -24,32 +24,34 @@ APPLICATION, FORMAT = 0x64735634, 1  # SQLite's application_id ("dsV4") and user
 BUSY_SECONDS = 5  # patience with a process that holds the index
 OPEN_SECONDS = 60  # and with one that rebuilds it
 SCHEMA = (
-    "CREATE TABLE segments (id INTEGER PRIMARY KEY, size INTEGER, live INTEGER)",
+    "CREATE TABLE segments (id INTEGER PRIMARY KEY, size INTEGER)",
     "CREATE TABLE records (fingerprint BLOB, key BLOB, segment INTEGER, offset INTEGER, "
     "length INTEGER, extent INTEGER, checksum BLOB, used INTEGER, PRIMARY KEY (fingerprint, key))",
     "CREATE INDEX records_by_use ON records (used)",
-    "CREATE INDEX records_by_place ON records (segment, offset)",
-    "CREATE TRIGGER listed AFTER INSERT ON records BEGIN "
-    "UPDATE segments SET live = live + new.extent WHERE id = new.segment; END",
-    "CREATE TRIGGER dropped AFTER DELETE ON records BEGIN "
-    "UPDATE segments SET live = live - old.extent WHERE id = old.segment; END",
-    "CREATE TRIGGER moved AFTER UPDATE OF segment ON records BEGIN "
-    "UPDATE segments SET live = live + new.extent WHERE id = new.segment; "
-    "UPDATE segments SET live = live - old.extent WHERE id = old.segment; END",
+    "CREATE INDEX records_by_place ON records (segment, offset, extent)",
 )
+
+
+def _number(column):
+    return f"CAST(IFNULL({column}, -1) AS INTEGER)"
+
+
+SAME = "fingerprint = ? AND key = ?"
 PLACE = (
-    "SELECT CAST(segment AS INTEGER), CAST(offset AS INTEGER), CAST(length AS INTEGER), "
-    "CAST(checksum AS BLOB) FROM records WHERE fingerprint = ? AND key = ?"
+    f"SELECT {_number('segment')}, {_number('offset')}, {_number('length')}, checksum "
+    f"FROM records WHERE {SAME}"
+)
+# TOTAL, unlike SUM, has no overflow that a damaged number could cause
+LIVE = "(SELECT CAST(TOTAL(extent) AS INTEGER) FROM records WHERE segment = id)"
+TAIL = (
+    f"SELECT MAX({_number('size')}, IFNULL((SELECT MAX({_number('offset')} + {_number('extent')}) "
+    "FROM records WHERE segment = id), 0)) FROM segments WHERE id = ?"
 )
 # walks along the chain inside SQLite and stops at the first key that is missing
 LEADING = (
     "WITH RECURSIVE chain (n) AS (SELECT 0 UNION ALL SELECT n + 1 FROM chain WHERE EXISTS "
     "(SELECT 1 FROM records WHERE fingerprint = :fingerprint "
     "AND key = substr(:keys, n * :size + 1, :size))) SELECT MAX(n) FROM chain"
-)
-TAIL = (
-    "SELECT CAST(MAX(size, IFNULL((SELECT MAX(offset + extent) FROM records WHERE segment = id), "
-    "0)) AS INTEGER) FROM segments WHERE id = ?"
 )
 
 
@@ -171,8 +173,9 @@ class Index:
 
     def drop(self, fingerprint, key, segment, offset):
         """Forget a record, unless it lies elsewhere by now. -> 1 or 0."""
-        where = "fingerprint = ? AND key = ? AND segment = ? AND offset = ?"
-        return self.change(f"DELETE FROM records WHERE {where}", fingerprint, key, segment, offset)
+        place = f"{_number('segment')} = ? AND {_number('offset')} = ?"
+        statement = f"DELETE FROM records WHERE {SAME} AND {place}"
+        return self.change(statement, fingerprint, key, segment, offset)
 
     def drop_beyond(self, segment, end):
         where = "segment = ? AND offset + extent > ?"
@@ -181,8 +184,8 @@ class Index:
     def drop_oldest(self, excess):
         """In a transaction: forget `excess` bytes of what was used longest ago. -> records."""
         doomed = []
-        order = "SELECT rowid, CAST(extent AS INTEGER) FROM records ORDER BY used, rowid DESC"
-        for rowid, size in self._db.execute(order):
+        query = f"SELECT rowid, {_number('extent')} FROM records ORDER BY used, rowid DESC"
+        for rowid, size in self._db.execute(query):
             if excess <= 0:
                 break
             doomed.append((rowid,))
@@ -196,32 +199,44 @@ class Index:
 
     def set_uses(self, rows):
         """In a transaction: [(use, fingerprint, key)]."""
-        where = "fingerprint = ? AND key = ?"
-        self._db.executemany(f"UPDATE records SET used = ? WHERE {where}", rows)
+        self._db.executemany(f"UPDATE records SET used = ? WHERE {SAME}", rows)
 
     # ---- segments --------------------------------------------------------------------------
 
     def _set_size(self, segment, size):
-        insert = "INSERT INTO segments VALUES (?, ?, 0)"
+        insert = "INSERT INTO segments VALUES (?, ?)"
         self.change(f"{insert} ON CONFLICT (id) DO UPDATE SET size = excluded.size", segment, size)
 
     def tail(self, segment):
         """End of the last record that was ever listed there; None for an unknown segment."""
         return self.one(TAIL, segment)
 
-    def segments(self, where="TRUE ORDER BY id"):
-        """-> [(segment, size, live)]."""
-        casts = "id, CAST(size AS INTEGER), CAST(live AS INTEGER)"
-        return self._db.execute(f"SELECT {casts} FROM segments WHERE {where}").fetchall()
+    def segments(self):
+        """-> [(segment, size, bytes of the records in it)], the one with most dead bytes first."""
+        query = f"SELECT id, {_number('size')} AS size, {LIVE} AS live FROM segments"
+        return self._db.execute(f"{query} ORDER BY size - live DESC").fetchall()
+
+    def roomy(self, size, limit=8):
+        """-> the fullest segments among those of at most `size` bytes."""
+        query = "SELECT id FROM segments WHERE size <= ? ORDER BY size DESC LIMIT ?"
+        return [segment for (segment,) in self._db.execute(query, (size, limit)).fetchall()]
+
+    def drop_segment(self, segment):
+        """Forget a segment in which nothing lives."""
+        self.change(f"DELETE FROM segments WHERE id = ? AND {LIVE} = 0", segment)
 
     def offsets(self, segment):
         """-> [(rowid, offset)] of the records there."""
-        query = "SELECT rowid, CAST(offset AS INTEGER) FROM records WHERE segment = ?"
+        query = f"SELECT rowid, {_number('offset')} FROM records WHERE segment = ?"
         return self._db.execute(query, (segment,)).fetchall()
 
-    def total(self, column):
-        """Sum of `size` or `live` over all segments."""
-        return self.one(f"SELECT CAST(IFNULL(SUM({column}), 0) AS INTEGER) FROM segments")
+    def size(self):
+        """Bytes of all segments."""
+        return int(self.one("SELECT TOTAL(size) FROM segments"))
+
+    def live(self):
+        """Bytes of all records."""
+        return int(self.one("SELECT TOTAL(extent) FROM records"))
 
 
 def _connect(path, readonly):

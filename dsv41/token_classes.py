@@ -50,9 +50,9 @@ def load_token_classes(directory):
     """
     directory = Path(directory)
     if (directory / "tokenizer.json").exists():
-        return token_classes(*decode_vocabulary(_read_json(directory / "tokenizer.json")))
+        return token_classes(*decode_vocabulary(read_json(directory / "tokenizer.json")))
     if (directory / "tokens.json").exists():
-        tokens = _read_json(directory / "tokens.json")
+        tokens = read_json(directory / "tokens.json")
         return token_classes(tokens["text"], tokens["vocab"])
     raise ValueError(f"tokenizer: Engram needs {directory / 'tokenizer.json'}, which is missing")
 
@@ -69,8 +69,8 @@ def decode_vocabulary(tokenizer):
 
 def _decode(spelling):
     """Byte-level spelling -> text; a character outside the byte alphabet makes it plain text."""
-    if all(c in _BYTE_OF for c in spelling):
-        return bytes(_BYTE_OF[c] for c in spelling).decode("utf-8", errors="replace")
+    if all(c in BYTE_OF for c in spelling):
+        return bytes(BYTE_OF[c] for c in spelling).decode("utf-8", errors="replace")
     return spelling
 
 
@@ -81,10 +81,10 @@ def _byte_alphabet():
     return {chr(b): b for b in plain} | {chr(256 + i): b for i, b in enumerate(moved)}
 
 
-_BYTE_OF = _byte_alphabet()
+BYTE_OF = _byte_alphabet()
 
 
-def _read_json(path):
+def read_json(path):
     try:
         return json.loads(path.read_text(encoding="utf-8"))
     except (json.JSONDecodeError, UnicodeDecodeError) as error:

@@ -17,7 +17,7 @@ import json
 import re
 from pathlib import Path
 
-from .token_classes import _BYTE_OF, REPLACEMENT, _read_json, decode_vocabulary
+from .token_classes import BYTE_OF, REPLACEMENT, decode_vocabulary, read_json
 
 IMAGE = "<｜deepseek_image｜>"  # one position of a picture; never text
 
@@ -29,12 +29,12 @@ def load_tokenizer(directory):
     """
     directory = Path(directory)
     if (directory / "tokenizer.json").exists():
-        parsed = _read_json(directory / "tokenizer.json")
+        parsed = read_json(directory / "tokenizer.json")
         texts, spellings = decode_vocabulary(parsed)
         special = {token["content"]: token["id"] for token in parsed.get("added_tokens", [])}
         return Tokenizer(_bytes(texts, spellings), special, _pair_encoder(parsed))
     if (directory / "tokens.json").exists():
-        tokens = _read_json(directory / "tokens.json")
+        tokens = read_json(directory / "tokens.json")
         texts = tokens["text"]
         special = {s: i for i, s in enumerate(texts) if re.fullmatch("<｜.+｜>", s)}
         return Tokenizer(_bytes(texts, tokens["vocab"]), special, _greedy_encoder(texts, special))
@@ -44,7 +44,7 @@ def load_tokenizer(directory):
 def _bytes(texts, spellings):
     """Bytes of every id. Half a character has no text of its own, only a byte-level spelling."""
     return [
-        bytes(_BYTE_OF[c] for c in spelling) if REPLACEMENT in text else text.encode()
+        bytes(BYTE_OF[c] for c in spelling) if REPLACEMENT in text else text.encode()
         for text, spelling in zip(texts, spellings, strict=True)
     ]
 
@@ -142,9 +142,7 @@ class Stream:
 
     def flush(self):
         """The end of the text: U+FFFD if a character was left open, else "". Starts afresh."""
-        rest = self._decoder.decode(b"", final=True)
-        self._decoder.reset()
-        return rest
+        return self._decoder.decode(b"", final=True)
 
 
 def _require_text(text):

@@ -35,7 +35,7 @@ MUTANTS = [
     # position
     ("half-split pairs", "rope.py", "turning[..., 0::2], turning[..., 1::2]", "turning[..., :pairs], turning[..., pairs:]"),
     ("one base for all layers", "rope.py", "base = config.compress_rope_theta if ratio else config.rope_theta", "base = config.rope_theta"),
-    ("no YaRN", "rope.py", "return _yarn(freqs, config, base) if ratio else freqs", "return freqs"),
+    ("no YaRN", "rope.py", "freqs = _yarn(freqs, config, base) if ratio else freqs", "pass"),
     ("output not rotated back", "sparse_attn.py", "numerics.store(rotate(o, positions, freqs, inverse=True))", "o"),
     ("first channels rotate", "rope.py", "turning = x[..., -2 * pairs :]", "turning = x[..., : 2 * pairs]"),
     # window and attention
@@ -54,7 +54,7 @@ MUTANTS = [
     ("pooling averages", "compress.py", "weights = np.exp(g - np.max(g, axis=1, keepdims=True))", "weights = np.exp(g * 0)"),
     ("one gate per token", "compress.py", "weights = np.exp(g - np.max(g, axis=1, keepdims=True))", "weights = np.exp(np.mean(g, axis=2, keepdims=True) + 0 * g)"),
     ("pairs restart at a chunk", "compress.py", "        if pending:\n", "        if False:\n"),
-    ("entry rotated at its last token", "csa2.py", "kv = main_kv(latent, entries * ratio,", "kv = main_kv(latent, entries * ratio + ratio - 1,"),
+    ("entry rotated at its last token", "csa2.py", "kv = main_kv(latent, positions,", "kv = main_kv(latent, positions + layer.ratio - 1,"),
     ("entry seen before its group closes", "csa2.py", "visible = (batch.positions + 1) // layer.ratio", "visible = (batch.positions + 2) // layer.ratio"),
     ("entry seen one token late", "csa2.py", "visible = (batch.positions + 1) // layer.ratio", "visible = batch.positions // layer.ratio"),
     # selection
@@ -63,13 +63,13 @@ MUTANTS = [
     ("ties from the right", "indexer.py", "np.cumsum(equal, axis=1) <= room", "np.cumsum(equal[:, ::-1], axis=1)[:, ::-1] <= room"),
     ("newest block not pinned", "indexer.py", "return np.where(is_newest, np.float32(np.inf), best)", "return best"),
     ("pool ignored", "plan.py", 'candidates = "publish" if index == pool else "consume"', 'candidates = "publish" if index == pool else None'),
-    ("reuse reads its KV source's top-k", "csa2.py", "entries = shared.selected[layer.index_source]", "entries = shared.selected[layer.kv_source]"),
-    ("index keys of the last source", "csa2.py", "keys = cache.index_keys(layer.kv_source, slot, end // layer.ratio)", "keys = cache.index_keys(max(s for s in cache.ratio if s <= layer.index and cache.ratio[s] == layer.ratio) if end % 2 else max(cache.ratio), slot, end // layer.ratio)"),
-    ("index keys after rotation of the latent", "csa2.py", "keys = indexer.index_keys(latent, p", "from .rope import rotate\n    keys = indexer.index_keys(rotate(latent, entries * ratio, freqs), p"),
+    ("reuse reads its KV source's top-k", "csa2.py", "entries = call.shared.selected[layer.index_source]", "entries = call.shared.selected[layer.kv_source]"),
+    ("index keys of the last source", "csa2.py", "keys = call.cache.index_keys(layer.kv_source, slot, end // layer.ratio)", "keys = call.cache.index_keys(max(call.cache.ratio) if end % 2 else layer.kv_source, slot, end // layer.ratio)"),
+    ("index keys after rotation of the latent", "csa2.py", "keys = indexer.index_keys(latent, p", "from .rope import rotate\n    keys = indexer.index_keys(rotate(latent, positions, freqs), p"),
     # streams
     ("pre used at once", "ced.py", "x = hc_collapse(streams, pre, numerics)", "x = hc_collapse(streams, new_pre, numerics)"),
-    ("comb contracted over its second axis", "mhc.py", "comb.transpose(0, 2, 1) @ streams", "comb @ streams"),
-    ("rows normalised last", "mhc.py", "    return b\n", "    return b / (np.sum(b, axis=-1, keepdims=True) + eps)\n"),
+    ("comb contracted over its second axis", "mhc.py", "comb.transpose(0, 2, 1) @", "comb @"),
+    ("rows normalised last", "mhc.py", "    return b\n", "    return b / (b @ ones + eps)\n"),
     ("post without its factor 2", "mhc.py", "post = 2 * sigmoid", "post = sigmoid"),
     ("pre without eps", "mhc.py", "+ base[:s]) + np.float32(config.hc_eps)", "+ base[:s])"),
     ("one statistic per stream", "mhc.py", "mean_square = np.mean(flat * flat, axis=-1, keepdims=True)", "mean_square = np.mean(streams[:, 0] ** 2, axis=-1, keepdims=True)"),
@@ -80,17 +80,17 @@ MUTANTS = [
     ("router weight on the output", "moe.py", "    return linear_fp8(numerics.store(hidden), p[\"w2\"][\"weight\"], numerics)", "    hidden = hidden if weight is None else hidden / weight[:, None]\n    out = linear_fp8(numerics.store(hidden), p[\"w2\"][\"weight\"], numerics)\n    return out if weight is None else out * weight[:, None]"),
     # Engram
     ("image is no barrier for older tokens", "engram.py", "stopped = np.cumsum(windows == BARRIER, axis=1) > 0", "stopped = windows == BARRIER"),
-    ("history lost at a chunk", "engram.py", "return np.where(stopped, config_pad, windows), line[len(line) - size + 1 :]", "return np.where(stopped, config_pad, windows), history"),
+    ("history lost at a chunk", "engram.py", "return np.where(stopped, pad, windows), line[len(line) - size + 1 :]", "return np.where(stopped, pad, windows), history"),
     ("oldest token first", "engram.py", "back = np.arange(size - 1, -1, -1)", "back = np.arange(size)"),
-    ("raw ids hashed", "model.py", "classes[batch.ids[at]],", "batch.ids[at],"),
+    ("raw ids hashed", "model.py", "own, is_image = classes[batch.ids[at]],", "own, is_image = batch.ids[at],"),
     ("primes restart per module", "engram.py", "        columns = []\n", "        columns, used = [], set()\n"),
     ("gate without the root", "engram.py", "sigmoid(np.sign(dot) * root)", "sigmoid(dot)"),
     ("gate open in images", "engram.py", "gate = np.where(is_image[:, None], np.float32(0), sigmoid(np.sign(dot) * root))", "gate = sigmoid(np.sign(dot) * root)"),
-    ("Engram changes the carried pre", "ced.py", "        put(trace, layer, \"engram.gate\"", "        pre = hc_coefficients(streams, *[p[f\"hc_attn_{x}\"] for x in (\"fn\", \"base\", \"scale\")], config, numerics)[0]\n        put(trace, layer, \"engram.gate\""),
+    ("Engram changes the carried pre", "ced.py", "        streams = remember(streams, p[\"engram\"], layer, call)\n", "        streams = remember(streams, p[\"engram\"], layer, call)\n        pre = hc_coefficients(streams, *[p[f\"hc_attn_{x}\"] for x in (\"fn\", \"base\", \"scale\")], call.config, call.numerics)[0]\n"),
     ("letters keep their case", "token_classes.py", "c.lower() for c in folded", "c for c in folded"),
     # model
     ("final norm skipped", "model.py", "x = rmsnorm(x, params[\"norm\"][\"weight\"], config.rms_norm_eps, numerics)", "x = x + np.float32(0)"),
-    ("pages of two requests overlap", "cache.py", "self.free_pages.pop(0) for", "self.free_pages[0] for"),
+    ("pages of two requests overlap", "cache.py", "self.free_pages.popleft() for", "self.free_pages[0] for"),
 ]  # fmt: skip
 
 

@@ -23,6 +23,8 @@ from dsv41.segments import list_segments
 from dsv41.store import Store
 
 FINGERPRINT = b"weights A"
+# in memory where possible: a process that dies does not mind, and SQLite syncs in no time
+MEMORY = "/dev/shm" if os.access("/dev/shm", os.W_OK) else None
 BUDGET, SEGMENT = 120_000, 20_000
 NUMBER = struct.Struct("<Q")
 
@@ -65,7 +67,7 @@ def check_directory(directory, budget=None):
 
 
 def start(function, *arguments):
-    """-> pid, descriptor: a fork that runs function(report, *arguments), report(n) sends a number."""
+    """Fork, run function(report, *arguments); report(n) sends a number. -> pid, descriptor."""
     reading, writing = os.pipe()
     pid = os.fork()
     if pid:
@@ -131,7 +133,7 @@ def kill_writers(directory, kills, seed):
     tally = dict.fromkeys(("kills", "reported", "served", "opened_late"), 0)
     while tally["kills"] < kills:
         budget = rng.choice((None, BUDGET))
-        path = Path(directory) / ("unlimited" if budget is None else "budget")
+        path = Path(directory) / ("unlimited" if budget is None else "limited")
         writers = [start(write, path, budget, rng.random()) for _ in range(2)]
         for pid, _ in writers:
             time.sleep(rng.expovariate(1 / 0.03))
@@ -181,6 +183,19 @@ def evict(report, directory, seconds):
             time.sleep(0.005)
 
 
+def open_at_once(directory, count):
+    """Processes open a store that does not exist yet. -> records stored."""
+    ends = [finish(*worker) for worker in [start(_open, directory, n) for n in range(count)]]
+    assert [code for code, _ in ends] == [0] * count
+    with check_directory(directory) as store:
+        return len(served(store, range(count)))
+
+
+def _open(report, directory, number):
+    with Store(directory, FINGERPRINT) as store:
+        assert store.put(*item_of(number)), store.last_error
+
+
 def session(report, directory, budget):
     """A short use that appends, evicts, compacts and removes; numbers 0 to 39 are there before."""
     with Store(directory, FINGERPRINT, budget, SEGMENT) as store:
@@ -192,68 +207,84 @@ def session(report, directory, budget):
         store.get(key_of(3))
 
 
-def die_at(moment, tear):
-    """Kill this process before its `moment`-th new line of the store, or inside its next write."""
-    seen, pwrite = set(), os.pwrite
+def die_at(moment):
+    """Kill this process before its `moment`-th new line of the store."""
+    seen = set()
 
     def watch(frame, event, _):
         if "dsv41" not in frame.f_code.co_filename:
             return None
         seen.add((frame.f_code.co_filename, frame.f_lineno))
-        if len(seen) == moment and not tear:
+        if len(seen) == moment:
             os.kill(os.getpid(), signal.SIGKILL)
         return watch
 
-    def torn(fd, data, offset):
-        if len(seen) < moment or len(data) < 2:
-            return pwrite(fd, data, offset)
-        pwrite(fd, data[: len(data) // 2], offset)
-        os.kill(os.getpid(), signal.SIGKILL)
-
-    if tear:
-        os.pwrite = torn
     sys.settrace(watch)
 
 
-def kill_at_every_line(directory, budget, tear=False):
-    """Kill a session before each line that it executes, or half way through the next write there.
+def tear_at(moment):
+    """Kill this process half way through its `moment`-th write to a segment."""
+    pwrite, left = os.pwrite, iter(range(moment - 1, -1, -1))
 
-    -> kills. `session` runs until it survives; each time in a store that just holds 0 to 39.
+    def torn(fd, data, offset):
+        if next(left):
+            return pwrite(fd, data, offset)
+        pwrite(fd, data[: (len(data) + 1) // 2], offset)
+        os.kill(os.getpid(), signal.SIGKILL)
+
+    os.pwrite = torn
+
+
+def kill_everywhere(directory, budget, tear, first=1, stride=1):
+    """Kill a session before each line that it executes, or half way through each of its writes.
+
+    -> kills. Starts from a store that holds 0 to 39, ends with a session that survives.
     """
     before, path = Path(directory) / "before", Path(directory) / "store"
     with Store(before, FINGERPRINT, None, SEGMENT) as store:
         store.put_many(map(item_of, range(40)))
-    for moment in range(1, 2000):
+    for kills, moment in enumerate(range(first, 5000, stride)):
         shutil.copytree(before, path)
-        pid, reading = start(_doomed, moment, tear, path, budget)
-        code, reported = finish(pid, reading)
+        code, reported = finish(*start(_doomed, tear_at if tear else die_at, moment, path, budget))
+        assert code in (0, -signal.SIGKILL)
         with check_directory(path, budget) as store:
             found = served(store, (*range(40), *range(100, 115)))
-            if budget is None:
-                assert found >= {*range(40)} | reported
-            assert store.stats["corrupt"] == 0
+            assert budget is not None or found >= {*range(40)} | reported
             store.put_many(map(item_of, range(200, 203)))  # and it works
             assert served(store, range(200, 203)) == {200, 201, 202}
+            assert store.stats["corrupt"] == 0
             assert budget is None or store.stats["bytes"] <= budget
-        if code == 0:
-            return moment - 1
-        assert code == -signal.SIGKILL
         shutil.rmtree(path)
+        if code == 0:
+            return kills
     raise AssertionError("the session never came to its end")
 
 
-def _doomed(report, moment, tear, path, budget):
-    die_at(moment, tear)
+def _doomed(report, prepare, moment, path, budget):
+    prepare(moment)
     session(report, path, budget)
 
 
 def fill_disk(directory, limit):
-    """No file may grow beyond `limit` bytes. -> what the store says, before and after."""
+    """No file may grow beyond `limit` bytes, not even the index. -> what the store says then."""
     resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
     with Store(directory, FINGERPRINT) as store:
+        large = store.put(b"large", bytes(limit + 1)), store.last_error
+        sizes = list_segments(directory)
         stored = [n for n in range(200) if store.put(*item_of(n))]
         found = served(store, range(200))
-        return {"stored": stored, "found": sorted(found), "error": store.last_error}
+        return {
+            "large": large,
+            "files_after_large": len(sizes),
+            "stored": stored,
+            "found": sorted(found),
+            "error": store.last_error,
+        }
+
+
+def read_all(directory, count):
+    with Store(directory, FINGERPRINT) as store:
+        return len(served(store, range(count)))
 
 
 def without_rights(directory):
@@ -272,7 +303,11 @@ def run(name, **arguments):
     command = [sys.executable, "-W", "ignore", __file__, name, json.dumps(arguments, default=str)]
     roots = os.pathsep.join(str(Path(__file__).parent.parent / part) for part in (".", "kernels"))
     done = subprocess.run(
-        command, capture_output=True, text=True, timeout=120, env={**os.environ, "PYTHONPATH": roots}
+        command,
+        capture_output=True,
+        text=True,
+        timeout=120,
+        env={**os.environ, "PYTHONPATH": roots},
     )
     assert done.returncode == 0, done.stderr
     return json.loads(done.stdout)

@@ -138,6 +138,24 @@ def test_only_full_layers_write_global_kv_and_only_their_own():
             assert written == (layer.mode == "full" and source == layer.index), (kind, source)
 
 
+def test_a_replayed_token_does_not_overwrite_the_entry_it_made():
+    """Six tokens are stored; a call from 4 on brings other inputs. Only tokens 6 and 7 are new."""
+    run = Run(8)
+    first, again = inputs(6), inputs(4, seed=1)
+    p = PARAMS["layers"][FULL_2.index]["attn"]
+    for x, start in ((first, 0), (again, 4)):
+        batch = make_batch([np.zeros(len(x), int)], [start], [run.slot])
+        csa2.write_global_kv(x, p, FULL_2, Call(batch, run.cache, CONFIG, EXACT))
+        if start == 0:
+            before = global_arrays(run.cache)
+    whole = Run(8)
+    csa2.write_global_kv(np.concatenate([first, again[2:]]), p, FULL_2, whole.call)
+    for pool in ("main_kv", "index"):
+        got, want = (getattr(r.cache, pool)[FULL_2.index] for r in (run, whole))
+        assert_same(f"{pool}, stored", got[:3], before[pool, FULL_2.index][:3])
+        assert_same(f"{pool}, all", got[:4], want[:4])
+
+
 def test_a_reindex_layer_chooses_for_itself_among_the_sources_keys():
     run, x = Run(30), inputs(30)
     run.attend(FULL_2, x)

@@ -184,6 +184,7 @@ def test_bf16_every_code_survives_and_nan_stays_nan():
     nan = np.isnan(values)
     assert_same("not NaN", encode_bf16(values)[~nan], ALL_BF16[~nan])
     assert np.isnan(round_bf16(values)[nan]).all()
+    assert np.isnan(decode_bf16(encode_bf16(values))[nan]).all()
     assert_same("both at once", round_bf16(values)[~nan], values[~nan])
 
 
@@ -203,6 +204,7 @@ def test_bf16_rounds_once_and_never_turns_nan_into_a_number():
     # adding to these bits would give inf, -0, and -inf
     nan = np.uint32([0x7F800001, 0x7FFFFFFF, 0xFFFFFFFF, 0xFF800001]).view(np.float32)
     assert np.isnan(round_bf16(nan)).all()
+    assert np.isnan(decode_bf16(encode_bf16(nan))).all()
 
 
 # ---- E8M0 -----------------------------------------------------------------------------------

@@ -446,6 +446,7 @@ IMAGE = "see <｜deepseek_image｜>"
         (dict(messages=[user("a")], response_schema="x"), "response_schema: expected a dict"),
         (dict(messages=[user("a")], response_schema={"a": float("nan")}), "response_schema: not"),
         (dict(messages=[user("a")], task="sing"), "task: expected one of action, query"),
+        (dict(messages=[user("a")], task=["title"]), "task: expected one of action, query"),
         (dict(messages=[user("a"), assistant("b")], task="title"), "task: the last message is"),
     ],
 )

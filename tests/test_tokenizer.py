@@ -326,6 +326,11 @@ def test_a_vocabulary_may_have_no_special_tokens():
     assert t.encode("aa", special=True) == [0, 0]
 
 
+def test_the_longest_special_token_is_found_first():
+    t = Tokenizer([b"<", b"<<", b"a"], {"<": 0, "<<": 1}, lambda text: [2] * len(text))
+    assert t.encode("<<<a", special=True) == [1, 0, 2]
+
+
 def test_the_file_may_not_cut_or_pad_a_text(tmp_path):
     pytest.importorskip("tokenizers", reason=f"needs tokenizers: {TEXT_EXTRA}")
     model = {"type": "BPE", "vocab": {"a": 0, "b": 1}, "merges": []}

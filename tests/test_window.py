@@ -1,6 +1,6 @@
 """Who sees which recent tokens: batches by hand, the ring against a plain list, the records."""
 
-from dataclasses import replace
+from dataclasses import fields, replace
 from types import SimpleNamespace
 
 import numpy as np
@@ -9,7 +9,7 @@ from compare import assert_any_layout, assert_close, assert_same, repeatable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv41.batch import TEXT, make_batch
+from dsv41.batch import TEXT, Batch, make_batch
 from dsv41.formats import round_bf16
 from dsv41.quant import FLOAT32, OFFICIAL, WINDOW_KV_FP8, quantize_weight
 from dsv41.rope import rotate
@@ -47,6 +47,37 @@ def test_a_token_is_text_unless_its_type_says_otherwise():
     assert not text.is_image.any()
     mixed = make_batch([[1, 2], [3, 4]], [0, 0], [0, 1], types=[[TEXT, 0], [2, TEXT]])
     assert mixed.is_image.tolist() == [False, True, True, False]
+
+
+def same_batch(got, want):
+    for field in fields(Batch):
+        assert_same(field.name, getattr(got, field.name), getattr(want, field.name))
+
+
+def test_the_tail_of_every_request_is_the_batch_of_the_tails():
+    whole = make_batch([ids(5), ids(2), ids(3)], starts=[0, 7, 4], slots=[1, 0, 3])
+    tail = whole.only(np.array([0, 0, 0, 1, 1, 0, 1, 0, 0, 1], bool))
+    want = make_batch([[3, 4], [1], [2]], starts=[3, 8, 6], slots=[1, 0, 3])
+    same_batch(tail, want)
+    assert_same("rows", window_index(tail, 4), window_index(want, 4))
+
+
+def test_a_request_left_without_rows_keeps_its_place():
+    whole = make_batch([ids(2), ids(1), ids(2)], starts=[0, 7, 4], slots=[1, 0, 3])
+    rest = whole.only(np.array([1, 0, 0, 0, 1], bool))
+    assert rest.count == 3
+    assert_same("lengths", rest.lengths, np.array([1, 0, 1]))
+    assert_same("order", rest.order, np.array([0, 2]))
+    assert list(rest.segments()) == [(1, slice(0, 1), 0, 1), (3, slice(1, 2), 5, 6)]
+    # its ring stays at its place, so the rows of the call still start behind three rings
+    assert_same("rows", window_index(rest, 2), np.array([[6, -1], [4, 7]]))
+    assert list(whole.only(np.zeros(5, bool)).segments()) == []
+
+
+def test_floors_are_given_by_slot():
+    batch = make_batch([ids(2), ids(1)], starts=[0, 7], slots=[5, 2])
+    same_batch(batch.with_floors({2: 9, 5: 1}), replace(batch, floors=np.array([1, 1, 9])))
+    same_batch(batch.with_floors([0, 0, 9, 0, 0, 1]), replace(batch, floors=np.array([1, 1, 9])))
 
 
 # ---- which rows a query reads ---------------------------------------------------------------

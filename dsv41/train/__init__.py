@@ -1,0 +1,1 @@
+"""Training: backward passes, losses, optimizers, data and the loop that joins them."""
