@@ -3,7 +3,10 @@
 Random weights of two sizes, "tiny" and about ten million parameters, run a prefill and a decode
 under each numerics, with and without `batch_invariant`. Tokens per second are the best of several
 runs; peak memory is what NumPy held at most during a prefill (tracemalloc, measured in a run of
-its own). Nothing here is a test: another machine prints other numbers.
+its own). Then decode against context: the caches of requests of 1K, 8K and 64K tokens are filled
+with random records, as reading such prompts would take long, and a token is decoded behind each.
+Attention does the same work everywhere; what grows is the scan over the index keys of the layers
+that select from a whole source. Nothing here is a test: another machine prints other numbers.
 """
 
 import time
@@ -90,3 +93,46 @@ def report(prompt=1024, steps=32):
                     f"{prefill:>8,.0f} t/s{decode:>8,.1f} t/s{peak / 1e6:>7,.0f} MB"
                 )
         yield f"{name}: {parameters(config).backbone:,} parameters beside the Engram tables"
+
+
+def fill(cache, slot, length, seed=0):
+    """Give an open request the global KV and windows of `length` tokens: random records."""
+    rng, config = np.random.default_rng(seed), cache.config
+    cache.reserve(slot, length + 1)
+    kinds = (
+        (cache.main_kv, "main_kv", config.head_dim),
+        (cache.index, "index", config.index_head_dim),
+    )
+    for pools, kind, channels in kinds:
+        for source, ratio in cache.ratio.items():
+            some = rng.standard_normal((256, channels), dtype=np.float32)
+            records = getattr(cache.numerics, kind).encode(some)
+            rows = cache.rows(source, slot, np.arange(length // ratio))
+            pools[source][rows] = records[np.arange(len(rows)) % len(records)]
+            cache.written[source][slot] = length
+    for ring in cache.window:
+        some = rng.standard_normal((config.sliding_window, config.head_dim), dtype=np.float32)
+        ring[slot] = cache.numerics.window_kv.encode(some)
+    cache.length[slot] = length
+
+
+def decode_by_context(model, numerics, length, steps):
+    """Decode tokens/s of one request behind `length` tokens, the best of `steps` single steps."""
+    cache = model.new_cache(numerics)
+    slot = model.open(cache)
+    fill(cache, slot, length)
+    seconds = []
+    for token in range(steps):
+        start = time.perf_counter()
+        model.step(cache, [slot], [[token]])
+        seconds.append(time.perf_counter() - start)
+    return 1 / min(seconds)
+
+
+def context_report(contexts=(1024, 8192, 65_536), steps=8):
+    """Yield the lines of decode speed against context, for the 10M model."""
+    model = random_model(ten_million())
+    yield f"{'10M, tokens of context':<26}" + "".join(f"{c:>12,}" for c in contexts)
+    for numerics in (FLOAT32, OFFICIAL):
+        speeds = [decode_by_context(model, numerics, c, steps) for c in contexts]
+        yield f"{numerics.name + ' decode':<26}" + "".join(f"{s:>8.1f} t/s" for s in speeds)

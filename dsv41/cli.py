@@ -253,7 +253,10 @@ def _ledger(arguments):
 
 
 def _bench(arguments):
-    from .bench import report
+    from .bench import context_report, report
 
     for line in report(arguments.prompt, arguments.steps):
+        print(line, flush=True)
+    print()
+    for line in context_report():
         print(line, flush=True)

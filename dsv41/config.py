@@ -129,14 +129,23 @@ class Config:
         """raw: the released nested dict. Raises ValueError naming a missing or impossible field."""
         if raw.get("model_type") != "deepseek_v41":
             raise ValueError(f"model_type: expected 'deepseek_v41', got {raw.get('model_type')!r}")
-        flat = {**raw.get("text_config", {}), **_only(_TOP_LEVEL, raw)}
+        text = _object(raw.get("text_config", {}), "text_config")
+        flat = {**text, **_only(_TOP_LEVEL, raw)}
         for name, expected in _FIXED.items():
             if flat.get(name, expected) != expected:
                 raise ValueError(f"{name}: this model has {expected!r}, got {flat[name]!r}")
+        for name, expected in _QUANTIZATION.items():
+            got = raw.get("quantization_config", {}).get(name, expected)
+            if got != expected:
+                raise ValueError(f"quantization_config.{name}: expected {expected!r}, got {got!r}")
         values = _read(cls, flat, "text_config")
         values["rope_scaling"] = RopeScaling(
             **_read(RopeScaling, values["rope_scaling"], "rope_scaling")
         )
+        if values["rope_scaling"].type != "yarn":
+            raise ValueError(
+                f"rope_scaling: type yarn expected, got {values['rope_scaling'].type!r}"
+            )
         if raw.get("vision_config"):
             values["vision_config"] = VisionConfig(
                 **_read(VisionConfig, raw["vision_config"], "vision_config")
@@ -191,10 +200,15 @@ def _only(names, values):
     return {name: values[name] for name in names if name in values}
 
 
-def _read(cls, values, where):
-    """The fields of dataclass `cls` out of a JSON object, lists as tuples; missing ones named."""
+def _object(values, where):
     if not isinstance(values, dict):
         raise ValueError(f"{where}: expected a JSON object, got {type(values).__name__}")
+    return values
+
+
+def _read(cls, values, where):
+    """The fields of dataclass `cls` out of a JSON object, lists as tuples; missing ones named."""
+    values = _object(values, where)
     known = [f for f in fields(cls) if f.name not in ("source", "vision_config")]
     needed = [f.name for f in known if f.default is MISSING and f.default_factory is MISSING]
     missing = [name for name in needed if name not in values]

@@ -11,7 +11,8 @@ decoder half begins: all global KV of the layers behind it is made from its inpu
 Source: config.json and Attention.__init__ in the released inference/model.py.
 """
 
-from dataclasses import dataclass
+import math
+from dataclasses import dataclass, fields
 
 RATIOS = (0, 1, 2)
 
@@ -74,10 +75,34 @@ def _nearest(sources, index):
 
 def check_config(config):
     """Raise ValueError, in one sentence that names the field, for a model that cannot exist."""
+    for problem in _kind_problems(config):
+        raise ValueError(problem)
     for problem in _size_problems(config):
         raise ValueError(problem)
     for problem in _plan_problems(config):
         raise ValueError(problem)
+
+
+def _kind_problems(c):
+    """Every field holds what it is annotated with; numbers are finite and not negative."""
+    for f in fields(c):
+        value = getattr(c, f.name)
+        if f.type in (int, float):
+            good, what = _is_number(value, f.type), f"a number ({f.type.__name__})"
+        elif f.type == int | None:
+            good, what = value is None or _is_number(value, int), "an integer or nothing"
+        elif f.type is tuple:
+            good = isinstance(value, tuple) and all(_is_number(v, int) for v in value)
+            what = "a list of integers"
+        else:
+            continue
+        if not good:
+            yield f"{f.name}: expected {what}, not negative, got {value!r}"
+
+
+def _is_number(value, kind):
+    kinds = int if kind is int else (int, float)
+    return isinstance(value, kinds) and not isinstance(value, bool) and 0 <= value < math.inf
 
 
 def _count_problems(c):
@@ -89,15 +114,22 @@ def _count_problems(c):
     for name in positive.split():
         if not (isinstance(getattr(c, name), int) and getattr(c, name) > 0):
             yield f"{name}: expected a positive integer, got {getattr(c, name)!r}"
-    for name in (
-        "hidden_size",
-        "moe_intermediate_size",
-        "head_dim",
-        "q_lora_rank",
-        "index_head_dim",
-    ):
+    grouped = (
+        "hidden_size moe_intermediate_size head_dim q_lora_rank index_head_dim engram_head_dim"
+    )
+    for name in grouped.split():
         if getattr(c, name) % 32:
             yield f"{name}: the quantisers group 32 channels, {getattr(c, name)} is no multiple"
+    if c.o_groups * c.o_lora_rank % 32:
+        yield (
+            f"o_lora_rank: the quantisers group 32 channels, {c.o_groups} groups of "
+            f"{c.o_lora_rank} are no multiple"
+        )
+    if c.engram_max_ngram_size < 2:
+        yield f"engram_max_ngram_size: expected at least 2, got {c.engram_max_ngram_size}"
+    for name in ("image_token_id", "engram_pad_token_id"):
+        if (getattr(c, name) or 0) >= c.vocab_size:
+            yield f"{name}: {getattr(c, name)} is outside the vocabulary of {c.vocab_size}"
 
 
 def _size_problems(c):
@@ -122,13 +154,7 @@ def _plan_problems(c):
     for index, ratio in enumerate(ratios):
         if ratio not in RATIOS:
             yield f"compress_ratios: layer {index} has unknown ratio {ratio!r}, expected 0, 1 or 2"
-    for name in ("kv_source_layer_ids", "index_source_layer_ids", "engram_layer_ids"):
-        ids = getattr(c, name)
-        if list(ids) != sorted(set(ids)) or any(not 0 <= i < layers for i in ids):
-            yield f"{name}: expected ascending layers below {layers}, got {list(ids)}"
-    for source in c.kv_source_layer_ids + c.index_source_layer_ids:
-        if ratios[source] == 0:
-            yield f"kv/index source layer {source} is window-only (ratio 0), so it has no entries"
+    yield from _list_problems(c)
     for source in c.kv_source_layer_ids:
         if source not in c.index_source_layer_ids:
             yield f"index_source_layer_ids: KV source layer {source} must select from its own KV"
@@ -137,6 +163,18 @@ def _plan_problems(c):
     yield from _pool_problems(c)
     if len(c.engram_num_embeddings) != len(c.engram_layer_ids):
         yield "engram_num_embeddings: expected one row count per engram layer"
+
+
+def _list_problems(c):
+    lists = "kv_source_layer_ids index_source_layer_ids engram_layer_ids dspark_target_layer_ids"
+    for name in lists.split():
+        ids = getattr(c, name)
+        if list(ids) != sorted(set(ids)) or any(not 0 <= i < c.num_hidden_layers for i in ids):
+            yield f"{name}: expected ascending layers below {c.num_hidden_layers}, got {list(ids)}"
+    for name in ("kv_source_layer_ids", "index_source_layer_ids"):
+        for source in getattr(c, name):
+            if c.compress_ratios[source] == 0:
+                yield f"{name}: layer {source} is window-only (ratio 0), so it has no entries"
 
 
 def _layer_problems(c, index):

@@ -15,7 +15,7 @@ Left out: who decides what to write and to forget (`store`).
 
 import os
 import secrets
-from contextlib import contextmanager
+from contextlib import ExitStack, contextmanager
 
 from .segments import (
     Maps,
@@ -70,7 +70,7 @@ class Files:
         if not self._index.is_current():
             raise OSError(f"{self._index.path} was removed or replaced: open the store again")
         for segment, create in self._candidates(needed):
-            with locked(self._path(segment), create) as fd:
+            with self._created(segment) if create else locked(self._path(segment)) as fd:
                 # asked again under the lock: another process may have filled or removed it
                 tail = 0 if create else self._index.tail(segment)
                 fits = create or (tail is not None and tail + needed <= self.segment_bytes)
@@ -88,8 +88,15 @@ class Files:
     def _candidates(self, needed):
         for segment in self._index.roomy(self.segment_bytes - needed):
             yield segment, False
-        for _ in range(2):  # once more: a sweep may remove the file before we lock it
-            yield secrets.randbits(62), True
+        yield secrets.randbits(62), True
+
+    @contextmanager
+    def _created(self, segment):
+        with ExitStack() as opened:
+            # trap: a sweep would remove a file between creation and lock; it waits for us
+            with self._index.transaction():
+                fd = opened.enter_context(locked(self._path(segment), create=True))
+            yield fd
 
     def _cut(self, segment, fd):
         # trap: an interrupt can arrive after the commit; the index knows, the failure does not
@@ -117,7 +124,7 @@ class Files:
     def _reclaim(self, segment):
         """Remove a segment in which nothing lives, cut one with an unlisted tail."""
         path = self._path(segment)
-        with locked(path) as fd:
+        with self._index.transaction(), locked(path) as fd:
             if fd is None and path.exists():
                 return  # somebody writes it
             self._index.drop_segment(segment)

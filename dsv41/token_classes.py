@@ -20,6 +20,10 @@ from pathlib import Path
 
 import numpy as np
 
+# what the tokenizers library strips: Unicode White_Space, without the separators U+001C .. U+001F
+SPACES = " \t\n\v\f\r\x85\xa0\u1680\u2028\u2029\u202f\u205f\u3000" + "".join(
+    chr(c) for c in range(0x2000, 0x200B)
+)
 BLANKS = re.compile(r"[ \t\r\n]+")
 REPLACEMENT = "\ufffd"
 
@@ -40,7 +44,7 @@ def fold(text, spelling):
     folded = "".join(c.lower() for c in folded)  # letter by letter: no final-sigma rule
     folded = BLANKS.sub(" ", folded)
     if folded != " ":
-        folded = folded.strip()
+        folded = folded.strip(SPACES)
     return folded or text
 
 
@@ -59,6 +63,10 @@ def load_token_classes(directory):
 
 def decode_vocabulary(tokenizer):
     """tokenizer: a parsed tokenizer.json with a byte-level BPE -> texts, spellings of all ids."""
+    try:
+        tokenizer["model"]["vocab"].items()
+    except (TypeError, KeyError, AttributeError):
+        raise ValueError("tokenizer: no model.vocab in the file") from None
     spelling = {id: token for token, id in tokenizer["model"]["vocab"].items()}
     spelling |= {t["id"]: t["content"] for t in tokenizer.get("added_tokens", [])}
     if sorted(spelling) != list(range(len(spelling))):

@@ -208,6 +208,14 @@ def test_coefficients_are_never_rounded_to_bf16():
         assert_same("coefficients", b, a)
 
 
+def test_float64_settings_do_not_leak():
+    fn, base, scale = predictor(4, 16)
+    values = {name: np.float64(value) for name, value in vars(CONFIG).items()}
+    config = SimpleNamespace(**values | {"hc_sinkhorn_iters": 20})
+    for part in hc_coefficients(random(3, 4, 16), fn, base, scale, config, FLOAT32):
+        assert part.dtype == np.float32
+
+
 # ---- collapse and update --------------------------------------------------------------------
 
 STREAMS = np.float32([[[1, 10], [2, 20]]])  # one token, two streams of two channels

@@ -135,6 +135,14 @@ def test_weights_are_positive_and_sum_to_the_factor(seed):
     assert_close("sum", weight.sum(axis=1), [1.5] * 4, rel=1e-6)
 
 
+def test_float64_settings_do_not_leak():
+    _, weight, biased = route_logits([[2, 1, 0, -1]], [0] * 4, 2, factor=np.float64(1.5))
+    assert weight.dtype == biased.dtype == np.float32
+    x, p = random(3, 32), ffn_params()
+    chosen, weight = random_choice(3)
+    assert moe_experts(x, p, chosen, weight, np.float64(1.0), OFFICIAL).dtype == np.float32
+
+
 # ---- experts --------------------------------------------------------------------------------
 
 

@@ -36,7 +36,7 @@ def index_scores_backward(dscores, q, w, keys, numerics):
 
 
 def index_keys_backward(dkeys, latent, p, positions, freqs, config, numerics):
-    """dkeys (N, J) by the decoded keys, latent (N, C) -> dlatent (N, C), gradients of wk, k_norm."""
+    """dkeys (N, J) by decoded keys, latent (N, C) -> dlatent (N, C), gradients of wk, k_norm."""
     k = linear(latent, p["wk"]["weight"], numerics)
     norm = p["k_norm"]["weight"]
     dkeys = rotate_backward(dkeys, positions, freqs)

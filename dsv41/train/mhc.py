@@ -18,7 +18,7 @@ none of it is rounded.
 import numpy as np
 
 from ..dispatch import op
-from ..ops import matmul_rows, sigmoid
+from ..ops import matmul_rows
 from .ops import sigmoid_slope
 
 

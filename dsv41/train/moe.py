@@ -53,7 +53,8 @@ def expert_backward(dy, x, p, limit, numerics, weight=None):
     dgate, dup = swiglu_backward(dplain, gate, up, limit)
     dx, dw1 = linear_fp8_backward(dgate, x, p["w1"]["weight"], numerics)
     dx_up, dw3 = linear_fp8_backward(dup, x, p["w3"]["weight"], numerics)
-    return dx + dx_up, dweight, {n: {"weight": d} for n, d in (("w1", dw1), ("w3", dw3), ("w2", dw2))}
+    grads = {"w1": {"weight": dw1}, "w3": {"weight": dw3}, "w2": {"weight": dw2}}
+    return dx + dx_up, dweight, grads
 
 
 @op
@@ -71,7 +72,8 @@ def moe_experts_backward(dy, x, p, chosen, weight, limit, numerics):
             )
             dx[row] += part
         else:
-            grads["experts"][e] = {n: {"weight": np.zeros_like(w["weight"])} for n, w in own.items()}
+            nothing = {name: {"weight": np.zeros_like(w["weight"])} for name, w in own.items()}
+            grads["experts"][e] = nothing
     if "shared_experts" in p:
         part, _, shared = expert_backward(dy, x, p["shared_experts"], limit, numerics)
         dx, grads["shared_experts"] = dx + part, shared

@@ -10,10 +10,8 @@ passed straight through, while the weights' gradients are made with the rounded 
 Source: projections.py.
 """
 
-import numpy as np
-
-from ..ops import dense, linear, linear_fp8, rmsnorm
-from .ops import linear_backward, linear_fp8_backward, rmsnorm_backward
+from ..ops import dense, linear_fp8, rmsnorm
+from .ops import linear_fp8_backward, rmsnorm_backward
 
 
 def low_rank_queries_backward(dq, x, p, config, numerics):
@@ -31,16 +29,14 @@ def low_rank_queries_backward(dq, x, p, config, numerics):
 
 def grouped_output_backward(dy, o, p, config, numerics):
     """dy (T, D), o (T, H, C) -> do (T, H, C), gradients of wo_a, wo_b."""
-    groups, rank = config.o_groups, config.o_lora_rank
-    parts = o.reshape(len(o), groups, -1).transpose(1, 0, 2)  # (G, T, H/G * C)
+    tokens, groups, rank = len(o), config.o_groups, config.o_lora_rank
     wo_a = dense(p["wo_a"]["weight"])
-    blocks = wo_a.reshape(groups, rank, -1)
-    z = [linear(np.ascontiguousarray(part), w, numerics) for part, w in zip(parts, blocks)]
-    dz, dwo_b = linear_fp8_backward(
-        dy, np.concatenate(z, axis=1), p["wo_b"]["weight"], numerics
-    )
-    dz = dz.reshape(len(o), groups, rank).transpose(1, 0, 2)  # (G, T, O)
-    pairs = [linear_backward(*each) for each in zip(dz, parts, blocks)]
-    do = np.stack([do for do, _ in pairs], axis=1).reshape(o.shape)
-    dwo_a = np.concatenate([dw for _, dw in pairs]).reshape(wo_a.shape)
+    blocks = wo_a.reshape(groups, rank, -1)  # (G, O, H/G * C)
+    o_of = o.reshape(tokens, groups, -1).transpose(1, 0, 2)  # (G, T, H/G * C)
+    z = numerics.store(o_of @ blocks.transpose(0, 2, 1))  # (G, T, O)
+    z = z.transpose(1, 0, 2).reshape(tokens, groups * rank)
+    dz, dwo_b = linear_fp8_backward(dy, z, p["wo_b"]["weight"], numerics)
+    dz = dz.reshape(tokens, groups, rank).transpose(1, 0, 2)  # (G, T, O)
+    do = (dz @ blocks).transpose(1, 0, 2).reshape(o.shape)
+    dwo_a = (dz.transpose(0, 2, 1) @ o_of).reshape(wo_a.shape)
     return do, {"wo_a": {"weight": dwo_a}, "wo_b": {"weight": dwo_b}}

@@ -51,7 +51,7 @@ def sparse_attn_backward(do, q, window, window_rows, global_kv, global_rows, sin
 
 
 def _attend_backward(do, q, kv, valid, sink):
-    """do, q (t, H, C), kv (t, n, C), valid (t, n), sink (H,) -> dq, dkv (t, n, C), dsink (H,), p."""
+    """do, q (t, H, C), kv (t, n, C), valid (t, n), sink (H,) -> dq, dkv, dsink, p (t, H, n)."""
     scale = q.shape[-1] ** -0.5
     p, left = _probabilities(q, kv, valid, sink, scale)
     dp = do @ kv.transpose(0, 2, 1)  # (t, H, n)
