@@ -33,7 +33,7 @@ def op(definition):
 
     @functools.wraps(definition)
     def call(*args, **kwargs):
-        kernel = find_kernel(name, choose_backend(args))
+        kernel = find_kernel(name, choose_backend((*args, *kwargs.values())))
         return (kernel or definition)(*args, **kwargs)
 
     call.definition = definition

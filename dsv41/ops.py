@@ -91,4 +91,5 @@ def sqrt_softplus(x):
     """
     x = f32(x)
     softplus = np.maximum(x, np.float32(0)) + np.log1p(np.exp(-np.abs(x)))
-    return np.where(x < -20, np.exp(x * np.float32(0.5)), np.sqrt(softplus))
+    half = np.exp(np.minimum(x, np.float32(0)) * np.float32(0.5))
+    return np.where(x < -20, half, np.sqrt(softplus))

@@ -31,8 +31,9 @@ def low_rank_queries(x, p, config, numerics):
 @op
 def grouped_output(o, p, config, numerics):
     """o (T, H, C) f32, p the "attn" parameters -> y (T, D) f32."""
+    tokens, heads, channels = o.shape
     groups = config.o_groups
-    o = o.reshape(len(o), groups, -1)  # (T, G, H/G * C), neighbouring heads together
+    o = o.reshape(tokens, groups, heads // groups * channels)  # neighbouring heads together
     wo_a = dense(p["wo_a"]["weight"]).reshape(groups, config.o_lora_rank, -1)
     z = [linear(np.ascontiguousarray(o[:, g]), wo_a[g], numerics) for g in range(groups)]
     return linear_fp8(np.concatenate(z, axis=1), p["wo_b"]["weight"], numerics)

@@ -30,12 +30,13 @@ def sparse_attn(q, window, window_rows, global_kv, global_rows, sink, numerics):
 
     A layer without global KV passes global_rows of shape (T, 0). Rows out of range raise.
     """
+    q = np.ascontiguousarray(q)
     tokens, _, channels = q.shape
     _check_rows("window_rows", window_rows, window)
     _check_rows("global_rows", global_rows, global_kv)
     width = window_rows.shape[1] + global_rows.shape[1]
     width += -width % CHUNK
-    block = max(1, BLOCK_ELEMENTS // (width * channels))
+    block = max(1, BLOCK_ELEMENTS // max(1, width * channels))
     out = np.zeros(q.shape, np.float32, like=q)
     for begin in range(0, tokens, block):
         at = slice(begin, begin + block)

@@ -49,7 +49,7 @@ MUTANTS = [
     ("probabilities stay float32", "sparse_attn.py", "numerics.store(p) @ rows", "p @ rows"),
     ("window KV before rotation", "window.py", "numerics.store(rotate(latent, positions, freqs))", "latent"),
     ("norm per query head", "projections.py", "return c_q, q.reshape(-1, config.num_attention_heads, config.head_dim)", "q = q.reshape(-1, config.num_attention_heads, config.head_dim)\n    return c_q, q / np.sqrt(np.mean(q * q, axis=-1, keepdims=True))"),
-    ("output groups interleaved", "projections.py", "o = o.reshape(len(o), groups, -1)", "o = o.reshape(len(o), -1, groups, o.shape[2]).transpose(0, 2, 1, 3).reshape(len(o), groups, -1)"),
+    ("output groups interleaved", "projections.py", "o = o.reshape(tokens, groups, heads // groups * channels)", "o = o.reshape(tokens, -1, groups, channels).transpose(0, 2, 1, 3).reshape(tokens, groups, -1)"),
     # compression
     ("pooling averages", "compress.py", "weights = np.exp(g - np.max(g, axis=1, keepdims=True))", "weights = np.exp(g * 0)"),
     ("one gate per token", "compress.py", "weights = np.exp(g - np.max(g, axis=1, keepdims=True))", "weights = np.exp(np.mean(g, axis=2, keepdims=True) + 0 * g)"),

@@ -61,19 +61,15 @@ def expert_backward(dy, x, p, limit, numerics, weight=None):
 def moe_experts_backward(dy, x, p, chosen, weight, limit, numerics):
     """dy, x (T, D), chosen (T, k) int, weight (T, k) -> dx (T, D), dweight (T, k), gradients.
 
-    Experts that nobody chose get zeros.
+    An expert that nobody chose gets zeros.
     """
     dx, dweight, grads = np.zeros_like(x), np.zeros_like(weight), {"experts": {}}
     for e, own in p["experts"].items():
         row, column = np.nonzero(chosen == e)
-        if len(row):
-            part, dweight[row, column], grads["experts"][e] = expert_backward(
-                dy[row], x[row], own, limit, numerics, weight[row, column]
-            )
-            dx[row] += part
-        else:
-            nothing = {name: {"weight": np.zeros_like(w["weight"])} for name, w in own.items()}
-            grads["experts"][e] = nothing
+        part, dweight[row, column], grads["experts"][e] = expert_backward(
+            dy[row], x[row], own, limit, numerics, weight[row, column]
+        )
+        dx[row] += part
     if "shared_experts" in p:
         part, _, shared = expert_backward(dy, x, p["shared_experts"], limit, numerics)
         dx, grads["shared_experts"] = dx + part, shared

@@ -99,7 +99,7 @@ def sum_rows(values, rows):
 
 def add_rows(total, values, rows):
     """total[rows] += values (..., C) for rows (...) int that may repeat; negative ones are none."""
-    numbers, sums = sum_rows(values.reshape(math.prod(rows.shape), -1), rows.ravel())
+    numbers, sums = sum_rows(values.reshape(rows.size, values.shape[-1]), rows.ravel())
     total[numbers] += sums
 
 
