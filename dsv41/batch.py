@@ -11,12 +11,14 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
+from .dispatch import beside
+
 TEXT = -1  # token type of a text token; an image span has types >= 0
 
 
 @dataclass(frozen=True)
 class Batch:
-    """T tokens of `count` requests: arrays per token (T,) and per request (count,)."""
+    """T tokens of `count` requests: NumPy arrays per token (T,) and per request (count,)."""
 
     ids: np.ndarray  # token ids
     types: np.ndarray  # TEXT, or the kind of image position
@@ -62,6 +64,11 @@ class Batch:
             floors=self.floors[keep],
             lengths=lengths,
         )
+
+    def beside(self, like):
+        """The batch with its per-token arrays in the memory of `like`, for arithmetic there."""
+        names = ("positions", "order", "starts", "offsets", "floors")
+        return replace(self, **{name: beside(getattr(self, name), like) for name in names})
 
     def with_floors(self, floor_of):
         """The same rows with window floors: floor_of[slot] for every row of that slot."""

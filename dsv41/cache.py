@@ -23,6 +23,8 @@ from collections import deque
 
 import numpy as np
 
+from .dispatch import beside
+
 NEW_PAGES = 16  # the pools grow by doubling, from here
 
 
@@ -114,14 +116,15 @@ class Cache:
     def rows(self, source, slot, entries):
         """Pool rows (same shape, int64) of a request's entry numbers; -1 stays -1."""
         per_page = self.page_tokens // self.ratio[source]
-        table = np.asarray(self.pages[slot] or [0], np.int64)
-        entries = np.asarray(entries)
+        entries = entries if hasattr(entries, "shape") else np.array(entries)
+        table = beside(np.array(self.pages[slot] or [0], np.int64), entries)
         found = table[np.maximum(entries, 0) // per_page] * per_page + entries % per_page
         return np.where(entries < 0, -1, found)
 
     def index_keys(self, source, slot, count):
         """The request's first `count` index keys, in order: (count, Z) records."""
-        return self.index[source][self.rows(source, slot, np.arange(count))]
+        entries = beside(np.arange(count), self.like)
+        return self.index[source][self.rows(source, slot, entries)]
 
     def no_records(self, tokens):
         """An empty pool of main KV and an empty row list (T, 0): nothing to read."""
@@ -130,10 +133,12 @@ class Cache:
 
     def write_entries(self, source, entries, owners, kv, keys):
         """Store entry entries[i] of slot owners[i]: kv (N, Z) main KV, keys (N, Z) index keys."""
+        rows = np.zeros_like(entries)
         for slot in np.unique(owners).tolist():
             mine = owners == slot
-            rows = self.rows(source, slot, entries[mine])
-            self.main_kv[source][rows], self.index[source][rows] = kv[mine], keys[mine]
+            rows[mine] = self.rows(source, slot, entries[mine])
+        rows = beside(rows, self.like)
+        self.main_kv[source][rows], self.index[source][rows] = kv, keys
 
     def get_block(self, slot, number):
         """Bytes of the request's page `number`: main KV and index keys of every source in turn."""
@@ -174,9 +179,11 @@ class Cache:
     def write_window(self, layer, batch, records):
         """Put the last W new records of every request into its ring."""
         width = self.config.sliding_window
-        recent = batch.positions >= (batch.starts + batch.lengths[batch.order] - width)
-        slots = batch.slots[batch.order[recent]]
-        self.window[layer][slots, batch.positions[recent] % width] = records[recent]
+        ends = batch.starts + batch.lengths[batch.order]
+        recent = np.flatnonzero(batch.positions >= ends - width)
+        slots, ring_rows = batch.slots[batch.order[recent]], batch.positions[recent] % width
+        slots, ring_rows, recent = (beside(x, self.like) for x in (slots, ring_rows, recent))
+        self.window[layer][slots, ring_rows] = records[recent]
 
     def set_history(self, slot, history, classes):
         """history (n - 1,): the request's last classes; classes (t,): those of the new tokens."""

@@ -8,13 +8,16 @@ layer can see another call's choice, another request's, or one that has not been
 """
 
 from dataclasses import dataclass, field, replace
+from functools import cached_property
 
 import numpy as np
 
 from .batch import Batch
 from .cache import Cache
 from .config import Config
+from .dispatch import beside
 from .quant import Numerics
+from .window import window_index
 
 
 @dataclass
@@ -39,6 +42,21 @@ class Call:
     shared: Shared = field(default_factory=Shared)
     trace: dict | None = None
     features: list | None = None  # collects what the drafter reads, (T, D) per target layer
+
+    @cached_property
+    def here(self):
+        """The batch with its per-token arrays where the model computes."""
+        return self.batch.beside(self.cache.like)
+
+    @cached_property
+    def is_image(self):
+        """(T,) bool where the model computes: positions of an image span."""
+        return beside(self.batch.is_image, self.cache.like)
+
+    @cached_property
+    def window_rows(self):
+        """(T, W) rows of the window records that each query reads; the same in all layers."""
+        return window_index(self.here, self.config.sliding_window)
 
     def only(self, keep):
         """The call for the rows where keep (T,) bool holds; shared, cache and watchers stay."""

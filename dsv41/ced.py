@@ -18,6 +18,7 @@ inference/model.py.
 import numpy as np
 
 from .csa2 import attention, write_global_kv
+from .dispatch import beside
 from .engram import engram
 from .mhc import hc_coefficients, hc_collapse, hc_update
 from .moe import moe_experts, route
@@ -43,7 +44,8 @@ def run_layers(streams, pre, layers, decodes, call):
         streams, pre = block(streams, pre, layers[layer.index], layer, call)
     if decoder and not decodes.all():
         write_decoder_kv(streams, pre, layers[decoder[0].index], decoder[0], call)
-        streams, pre, call = streams[decodes], pre[decodes], call.only(decodes)
+        rows = beside(np.flatnonzero(decodes), call.cache.like)
+        streams, pre, call = streams[rows], pre[rows], call.only(decodes)
     call = call.with_floors("decoder")
     for layer in decoder if len(streams) else ():
         streams, pre = block(streams, pre, layers[layer.index], layer, call)
@@ -77,7 +79,7 @@ def block(streams, pre, p, layer, call):
 def remember(streams, p, layer, call):
     """The Engram addition in front of a block; the carried pre stays as it is."""
     rows = call.memory[layer.engram]
-    streams, gate = engram(streams, rows, p, call.batch.is_image, call.config, call.numerics)
+    streams, gate = engram(streams, rows, p, call.is_image, call.config, call.numerics)
     put(call.trace, layer, "engram.rows", lambda: rows)
     put(call.trace, layer, "engram.gate", lambda: gate)
     put(call.trace, layer, "engram.x", lambda: streams)
@@ -100,7 +102,7 @@ def sublayer(streams, pre, name, function, p, layer, call):
 
 def moe(x, p, layer, call):
     """The MoE sublayer of the backbone: x (T, D) -> (T, D)."""
-    config, is_image = call.config, call.batch.is_image
+    config, is_image = call.config, call.is_image
     chosen, weight, biased = route(
         x,
         p["gate"],

@@ -17,13 +17,12 @@ import numpy as np
 
 from . import indexer
 from .compress import compress, main_kv
+from .dispatch import beside, block_elements
 from .projections import grouped_output, low_rank_queries
 from .rope import frequencies
 from .sparse_attn import rope_sparse_attn
 from .trace import open_scores, put, put_pool, put_scores
-from .window import window_index, window_kv, window_records
-
-BLOCK_ELEMENTS = 1 << 22  # bound on a query block's largest temporary
+from .window import window_kv, window_records
 
 
 def attention(x, p, layer, call):
@@ -35,18 +34,18 @@ def attention(x, p, layer, call):
     batch, cache, config, numerics = call.batch, call.cache, call.config, call.numerics
     freqs = frequencies(config, layer.ratio)
     c_q, q = low_rank_queries(x, p, config, numerics)
-    own = window_kv(x, p, batch.positions, freqs, config, numerics)
+    own = window_kv(x, p, call.here.positions, freqs, config, numerics)
     put(call.trace, layer, "attn.swa_kv", lambda: numerics.window_kv.decode(own, config.head_dim))
     if layer.mode == "full":
         write_global_kv(x, p, layer, call)
     if layer.selects:
         select(x, c_q, p, layer, call)
     window = window_records(cache.window[layer.index][batch.slots], own)
-    window_rows = window_index(batch, config.sliding_window)
-    global_kv, global_rows = global_rows_of(layer, call)
-    sink = p["attn_sink"]
     o = rope_sparse_attn(
-        q, batch.positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
+        *(q, call.here.positions, freqs, window, call.window_rows),
+        *global_rows_of(layer, call),
+        p["attn_sink"],
+        numerics,
     )
     cache.write_window(layer.index, batch, own)
     return grouped_output(o, p, config, numerics)
@@ -64,9 +63,9 @@ def write_global_kv(x, p, layer, call):
     batch, cache, config, numerics = call.batch.only(new), call.cache, call.config, call.numerics
     source, freqs = layer.index, frequencies(config, layer.ratio)
     latent, entries, owners = compress(
-        x[new], p["compressor"], source, layer.ratio, cache, batch, config, numerics
+        _rows(x, new), p["compressor"], source, layer.ratio, cache, batch, config, numerics
     )
-    positions = entries * layer.ratio  # of the groups' first tokens
+    positions = beside(entries * layer.ratio, cache.like)  # of the groups' first tokens
     # trap: the index key is made from the latent before rotation and before FP4
     kv = main_kv(latent, positions, freqs, numerics)
     keys = indexer.index_keys(latent, p["indexer"], positions, freqs, config, numerics)
@@ -77,26 +76,30 @@ def write_global_kv(x, p, layer, call):
     put(call.trace, layer, "idx.k", lambda: numerics.index.decode(keys, config.index_head_dim))
 
 
+def _rows(x, keep):
+    """x where the NumPy mask `keep` holds; x itself when it holds everywhere."""
+    return x if keep.all() else x[beside(np.flatnonzero(keep), x)]
+
+
 def select(x, c_q, p, layer, call):
     """Score the source's keys and put the top-k, and the pool if published, into `call.shared`.
 
     Runs over blocks of queries of one request, so that no (T, N) array exists.
     """
-    batch, config, shared = call.batch, call.config, call.shared
+    here, config, shared = call.here, call.config, call.shared
     freqs = frequencies(config, layer.ratio)
-    q, w = indexer.index_queries(
-        x, c_q, p["indexer"], batch.positions, freqs, config, call.numerics
-    )
-    visible = (batch.positions + 1) // layer.ratio
-    shared.selected[layer.index] = np.zeros((len(x), config.index_topk), np.int64) - 1
+    q, w = indexer.index_queries(x, c_q, p["indexer"], here.positions, freqs, config, call.numerics)
+    visible = (here.positions + 1) // layer.ratio
+    shared.selected[layer.index] = np.zeros((len(x), config.index_topk), np.int64, like=x) - 1
     if layer.candidates == "publish":
-        shared.pool = np.zeros((len(x), config.candidate_topk_blocks), np.int64) - 1
+        shared.pool = np.zeros((len(x), config.candidate_topk_blocks), np.int64, like=x) - 1
     open_scores(call.trace, layer, visible)
     choose = choose_in_pool if layer.candidates == "consume" else choose_anywhere
-    for slot, rows, _, end in batch.segments():
+    for slot, rows, first, end in call.batch.segments():
         keys = call.cache.index_keys(layer.kv_source, slot, end // layer.ratio)
-        for at in _query_blocks(rows, layer, len(keys), config):
-            seen = keys[: int(visible[at][-1])]  # positions ascend: the last query sees most
+        for at in _query_blocks(rows, layer, len(keys), config, block_elements(x)):
+            last = first + at.stop - rows.start  # positions ascend: the last query sees most
+            seen = keys[: last // layer.ratio]
             if len(seen):
                 scores = choose(q[at], w[at], seen, visible[at], at, layer, call)
                 put_scores(call.trace, layer, at, visible, *scores)
@@ -121,9 +124,8 @@ def choose_anywhere(q, w, keys, visible, at, layer, call):
 def choose_in_pool(q, w, keys, visible, at, layer, call):
     """Top-k among each query's pool; returns (scores (t, P), the pool's entry numbers (t, P))."""
     config, shared = call.config, call.shared
-    blocks = shared.pool[at]
-    used = max(1, int(np.max(np.sum(blocks >= 0, axis=1))))  # columns that hold any block
-    entries = indexer.pool_entries(blocks[:, :used], config.candidate_block_size)
+    used = -(-len(keys) // config.candidate_block_size)  # no query keeps more blocks than that
+    entries = indexer.pool_entries(shared.pool[at][:, :used], config.candidate_block_size)
     readable = np.clip(entries, 0, len(keys) - 1)  # the newest block may reach past the last key
     scores = indexer.index_scores(q, w, keys[readable], call.numerics)
     shared.selected[layer.index][at] = indexer.pool_topk(
@@ -132,14 +134,14 @@ def choose_in_pool(q, w, keys, visible, at, layer, call):
     return scores, entries
 
 
-def _query_blocks(rows, layer, keys, config):
-    """Cut a request's rows so that scores, and the keys of a pool, stay below BLOCK_ELEMENTS."""
+def _query_blocks(rows, layer, keys, config, most):
+    """Cut a request's rows so that scores, and the keys of a pool, stay below `most` elements."""
     if layer.candidates == "consume":
         keys = min(keys, config.candidate_topk_blocks * config.candidate_block_size)
         per_query = keys * max(config.index_n_heads, config.index_head_dim)
     else:
         per_query = keys * config.index_n_heads
-    step = max(1, BLOCK_ELEMENTS // max(1, per_query))
+    step = max(1, most // max(1, per_query))
     for begin in range(rows.start, rows.stop, step):
         yield slice(begin, min(begin + step, rows.stop))
 

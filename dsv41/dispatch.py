@@ -20,6 +20,8 @@ import sys
 from contextlib import contextmanager
 from contextvars import ContextVar
 
+import numpy as np
+
 BACKENDS = ("numpy", "cupy", "numba")
 OPS = {}  # name -> definition, every @op of the package
 
@@ -43,6 +45,23 @@ def op(definition):
 def on_host(x):
     """True for arrays in CPU memory (everything but CUDA arrays)."""
     return not hasattr(x, "__cuda_array_interface__")
+
+
+def beside(x, like):
+    """The NumPy array x in the library and memory of `like`; `like` None means NumPy."""
+    return x if like is None or on_host(like) else np.asarray(x, like=like)
+
+
+def to_host(x):
+    """x as a NumPy array."""
+    return np.asarray(x) if on_host(x) else x.get()
+
+
+def block_elements(x):
+    """How many float32 a temporary may hold where x lives: 16 MB in a CPU's caches' reach, 1 GB
+    on a GPU, which needs large launches.
+    """
+    return 1 << 22 if on_host(x) else 1 << 28
 
 
 def choose_backend(args=()):

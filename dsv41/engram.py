@@ -23,7 +23,7 @@ import math
 
 import numpy as np
 
-from .dispatch import op
+from .dispatch import beside, op
 from .ops import linear_fp8, sigmoid
 from .quant import WEIGHT_FP8, require_finite_weight
 
@@ -110,7 +110,7 @@ def read_rows(table, rows):
     rows (T, columns) int -> (T, columns * C) f32, exact in bf16. Only these rows are read, and
     a NaN among them raises ValueError.
     """
-    codes, scales = table["weight"][rows], table["scale"][rows]
+    codes, scales = (table[part][beside(rows, table[part])] for part in ("weight", "scale"))
     values = WEIGHT_FP8.dequantize(codes, scales)
     return require_finite_weight(values, "engram.embed.weight").reshape(len(rows), -1)
 
@@ -133,7 +133,7 @@ def engram_gate(streams, key, value, q_weight, k_weight, is_image, eps, numerics
 def engram(streams, rows, p, is_image, config, numerics):
     """One module: streams (T, S, D), rows (T, columns), its parameters -> streams, gate (T, S)."""
     tokens, count, width = streams.shape
-    memory = read_rows(p["embed"], rows)
+    memory = beside(read_rows(p["embed"], rows), streams)  # the table may stay in host memory
     kv = linear_fp8(memory, p["wkv"]["weight"], numerics)
     key, value = kv[:, : count * width].reshape(tokens, count, width), kv[:, count * width :]
     return engram_gate(

@@ -20,6 +20,7 @@ from .cache import Cache
 from .call import Call
 from .ced import run_layers
 from .checkpoint import Checkpoint, load_params
+from .dispatch import beside
 from .engram import BARRIER, hash_rows, look_back, multipliers, table_primes
 from .mhc import hc_collapse, initial_streams
 from .ops import matmul_rows, rmsnorm, rows
@@ -40,12 +41,13 @@ def forward(params, call, embedding=None, decodes=None, wanted=None):
     decodes = np.ones(tokens, bool) if decodes is None else decodes
     wanted = decodes if wanted is None else wanted & decodes
     if embedding is None:
-        embedding = rows(params["embed"]["weight"], call.batch.ids)
-    embedding = numerics.store(embedding)
+        embedding = rows(params["embed"]["weight"], beside(call.batch.ids, call.cache.like))
+    embedding = numerics.store(beside(embedding, call.cache.like))
     put(call.trace, None, "embedding", lambda: embedding)
     streams, pre = initial_streams(embedding, config.hc_mult)
     streams, pre = run_layers(streams, pre, params["layers"], decodes, call)
-    streams, pre = streams[wanted[decodes]], pre[wanted[decodes]]
+    read = beside(np.flatnonzero(wanted[decodes]), call.cache.like)
+    streams, pre = streams[read], pre[read]
     x = hc_collapse(streams, pre, numerics)
     x = rmsnorm(x, params["norm"]["weight"], config.rms_norm_eps, numerics)
     put(call.trace, None, "final_x", lambda: x)

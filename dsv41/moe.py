@@ -60,9 +60,16 @@ def expert(x, p, limit, numerics, weight=None):
 def moe_experts(x, p, chosen, weight, limit, numerics):
     """x (T, D) f32, chosen (T, k) int, weight (T, k) f32 -> (T, D) f32; p the "ffn" parameters."""
     y = np.zeros_like(x)
-    for e in np.unique(chosen).tolist():
-        row, column = np.nonzero(chosen == e)
-        y[row] += expert(x[row], p["experts"][e], limit, numerics, weight[row, column])
+    flat, weights = chosen.ravel(), weight.ravel()
+    by_expert = np.argsort(flat, kind="stable")  # tokens of one expert side by side, in order
+    loads = np.bincount(flat, minlength=len(p["experts"])).tolist()
+    end = 0
+    for e, load in enumerate(loads):
+        begin, end = end, end + load
+        if load:
+            at = by_expert[begin:end]
+            row = at // chosen.shape[1]
+            y[row] += expert(x[row], p["experts"][e], limit, numerics, weights[at])
     if "shared_experts" in p:
         y += expert(x, p["shared_experts"], limit, numerics)
     return numerics.store(y)

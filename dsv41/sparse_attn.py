@@ -16,11 +16,10 @@ leaves distances only. Source: sparse_attn_kernel in inference/kernel.py; report
 
 import numpy as np
 
-from .dispatch import op
+from .dispatch import block_elements, on_host, op
 from .rope import rotate
 
 CHUNK = 64  # rows per softmax chunk, as in the released kernel
-BLOCK_ELEMENTS = 1 << 22  # gathered float32 values per block of queries
 
 
 @op
@@ -36,7 +35,7 @@ def sparse_attn(q, window, window_rows, global_kv, global_rows, sink, numerics):
     _check_rows("global_rows", global_rows, global_kv)
     width = window_rows.shape[1] + global_rows.shape[1]
     width += -width % CHUNK
-    block = max(1, BLOCK_ELEMENTS // max(1, width * channels))
+    block = max(1, block_elements(q) // max(1, width * channels))
     out = np.zeros(q.shape, np.float32, like=q)
     for begin in range(0, tokens, block):
         at = slice(begin, begin + block)
@@ -58,7 +57,7 @@ def rope_sparse_attn(
 
 
 def _check_rows(name, rows, records):
-    if rows.size and int(rows.max()) >= len(records):
+    if on_host(rows) and rows.size and int(rows.max()) >= len(records):
         raise IndexError(f"{name}: row {int(rows.max())} of {len(records)} records")
 
 

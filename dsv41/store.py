@@ -37,8 +37,8 @@ class Store:
 
     fingerprint: bytes that name weights, tokenizer and formats. Entries of another fingerprint may
     share the directory and its budget, and are never returned.
-    budget: bytes for all segment files together, exceeded by at most one segment while a call
-    writes; the index comes on top. None is no limit.
+    budget: bytes for all segment files together, None is no limit. It holds after each call; during
+    one a segment more may be there. The index comes on top.
     """
 
     def __init__(self, directory, fingerprint, budget=None, segment_bytes=64 << 20):
@@ -66,7 +66,7 @@ class Store:
         with self._lock:
             payload = None
             with self._quiet():
-                payload = self._find(bytes(key))
+                payload = self._find(_as_key(key))
             self._counts["misses" if payload is None else "hits"] += 1
             return payload
 
@@ -102,12 +102,12 @@ class Store:
     def __contains__(self, key):
         """Whether the index lists the key; only `get` looks at the payload."""
         with self._quiet():
-            return self._index.place(self.fingerprint, bytes(key)) is not None
+            return self._index.place(self.fingerprint, _as_key(key)) is not None
         return False
 
     def longest(self, keys):
         """Keys of a chain, of one length -> how many leading ones are listed; these are used."""
-        keys = [bytes(key) for key in keys]
+        keys = [_as_key(key) for key in keys]
         size = len(keys[0]) if keys else 0
         if any(len(key) != size for key in keys):
             raise ValueError("keys: expected the same length for all keys of a chain")
@@ -128,7 +128,7 @@ class Store:
 
         A crash loses what the call has not listed yet: it lists each time a segment is full.
         """
-        items = {bytes(key): memoryview(payload).cast("B") for key, payload in items}
+        items = {_as_key(key): memoryview(payload).cast("B") for key, payload in items}
         if not all(items):
             raise ValueError("key: expected at least one byte")
         stored = 0
@@ -174,7 +174,7 @@ class Store:
             self._counts["evicted"] += forgotten
             self._counts["corrupt"] += self._files.sweep()
             for segment, size, live in self._index.segments():
-                if live == size or not self._is_over():
+                if live >= size or not self._is_over():
                     break
                 self._counts["corrupt"] += self._files.compact(segment)
         return forgotten
@@ -189,7 +189,7 @@ class Store:
     def touch(self, keys):
         """Count a chain as used now, for all processes."""
         with self._quiet():
-            self._begin_chain(bytes(key) for key in keys)
+            self._begin_chain(_as_key(key) for key in keys)
             self._write_uses()
 
     def _begin_chain(self, keys):
@@ -261,3 +261,7 @@ class Store:
         if self.last_error is None:
             warnings.warn(f"store {self.directory}: {problem}", RuntimeWarning, stacklevel=2)
         self.last_error = problem
+
+
+def _as_key(key):
+    return memoryview(key).tobytes()  # bytes(5) would be five zeros

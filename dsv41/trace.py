@@ -8,14 +8,16 @@ it.
 
 import numpy as np
 
+from .dispatch import to_host
 from .indexer import block_scores
 
 
 def put(trace, layer, name, make):
     """trace[name] = make(), prefixed with the layer's number; nothing when trace is None."""
     if trace is not None:
-        prefix = "" if layer is None else f"L{layer.index:02d}."
-        trace[prefix + name] = np.array(make())
+        kind = "M" if layer is not None and layer.half == "draft" else "L"
+        prefix = "" if layer is None else f"{kind}{layer.index:0{2 if kind == 'L' else 1}d}."
+        trace[prefix + name] = to_host(make()).copy()
 
 
 def open_scores(trace, layer, visible):

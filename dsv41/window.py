@@ -38,7 +38,8 @@ def window_index(batch, width):
     Row numbers refer to `[ring of every request in the batch | rows of this call]`, the order in
     which `window_records` lays them out.
     """
-    positions = batch.positions[:, None] - np.arange(width - 1, -1, -1)  # (T, W), own one last
+    back = np.arange(width - 1, -1, -1, like=batch.positions)
+    positions = batch.positions[:, None] - back  # (T, W), own one last
     in_call = positions >= batch.starts[:, None]
     ring_row = batch.order[:, None] * width + positions % width
     own_row = batch.count * width + batch.offsets[:, None] + (positions - batch.starts[:, None])
@@ -49,7 +50,7 @@ def window_index(batch, width):
 def _left_packed(rows):
     """Move the -1 of each row to its end; they come first, since positions ascend."""
     missing = np.sum(rows < 0, axis=1, keepdims=True)
-    columns = np.arange(rows.shape[1]) + missing
+    columns = np.arange(rows.shape[1], like=rows) + missing
     inside = columns < rows.shape[1]
     packed = np.take_along_axis(rows, np.minimum(columns, rows.shape[1] - 1), axis=1)
     return np.where(inside, packed, -1)

@@ -265,7 +265,7 @@ def test_the_size_of_a_query_block_does_not_show(monkeypatch, elements):
     q = random(7, 2, 16, seed=1)
     want = attend(q, records, rows, [0, 1])
     module = importlib.import_module("dsv41.sparse_attn")
-    monkeypatch.setattr(module, "BLOCK_ELEMENTS", elements)
+    monkeypatch.setattr(module, "block_elements", lambda x: elements)
     assert_same("o", attend(q, records, rows, [0, 1]), want)
 
 
@@ -273,7 +273,8 @@ def test_memory_follows_the_query_block_not_the_tokens(monkeypatch):
     tokens, width, channels = 512, 512, 64
     records, q = random(600, channels), random(tokens, 1, channels, seed=1)
     rows = rows_with([width] * tokens, width, 600)
-    monkeypatch.setattr(importlib.import_module("dsv41.sparse_attn"), "BLOCK_ELEMENTS", 1 << 18)
+    module = importlib.import_module("dsv41.sparse_attn")
+    monkeypatch.setattr(module, "block_elements", lambda x: 1 << 18)
     tracemalloc.start()
     attend(q, records, rows, [0.0])
     peak = tracemalloc.get_traced_memory()[1]

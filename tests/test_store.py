@@ -16,7 +16,7 @@ import pytest
 import store_worker
 from store_worker import FINGERPRINT, MEMORY, check_directory, item_of, key_of, served
 
-from dsv41 import segments, store_index
+from dsv41 import segments, store_files, store_index
 from dsv41.segments import MAGIC, Maps, list_segments, read_record, scan, segment_path, sign
 from dsv41.store import Store, StoreError
 
@@ -82,6 +82,9 @@ def test_what_a_payload_may_be(directory):
         assert store.get(memoryview(b"view")) == b"cd"
         with pytest.raises(ValueError, match="key"):
             store.put(b"", b"x")
+        for no_key in (5, "text"):
+            with pytest.raises(TypeError):
+                store.put(no_key, b"x")
 
 
 def test_it_outlives_the_object_and_the_process(directory):
@@ -194,7 +197,7 @@ def test_the_oldest_use_goes_first(directory):
         store.put(*thousand(9))
         assert store.put(*thousand(4)) is False  # finding it is a use as well
         store.put(*thousand(10))
-        assert kept(store, range(11)) == [0, 2, 4, 7, 8, 9, 10] or store.stats["evicted"] == 4
+        assert kept(store, range(11)) == [0, 2, 4, 7, 8, 9, 10]
 
 
 def test_a_chain_dies_from_its_end(directory):
@@ -209,7 +212,7 @@ def test_a_chain_dies_from_its_end(directory):
         store.put_many(map(thousand, range(20, 22)))
         assert kept(store, range(30)) == [0, 1, 2, 3, 10, 20, 21]
         store.put_many(map(thousand, range(30, 35)))
-        assert kept(store, range(40))[:2] == [0, 1] and 30 in kept(store, range(40))
+        assert kept(store, range(40)) == [0, 1, 2, 30, 31, 32, 33, 34]
 
 
 def test_a_new_payload_survives_however_much_was_read_before_it(directory):
@@ -710,6 +713,66 @@ def test_an_interrupt_after_the_commit_loses_nothing(directory, monkeypatch):
             store.put(*item_of(1))
         monkeypatch.undo()
         assert served(store, range(2)) == {0, 1} and store.stats["corrupt"] == 0
+
+
+def test_a_segment_removed_between_open_and_lock(directory, monkeypatch):
+    """The trap: the lock is then that of a file without a name."""
+    path, try_lock = segment_path(directory, 1), segments.try_lock
+    path.write_bytes(b"x")
+    monkeypatch.setattr(segments, "try_lock", lambda fd: (path.unlink(), try_lock(fd))[1])
+    with segments.locked(path) as fd:
+        assert fd is None
+
+
+def test_a_sweep_between_creation_and_lock(directory, monkeypatch):
+    monkeypatch.setattr(store_index, "BUSY_SECONDS", 0.05)
+    with Store(directory, FINGERPRINT) as store, Store(directory, FINGERPRINT) as other:
+        try_lock, sweeps = segments.try_lock, []
+
+        def late(fd):
+            if not sweeps:
+                sweeps.append(other)
+                with noticed("locked"):  # it has to wait, and after a while gives up
+                    other.evict()
+            return try_lock(fd)
+
+        monkeypatch.setattr(segments, "try_lock", late)
+        assert store.put(*item_of(1)) and sweeps
+        other.evict()
+        assert served(store, (1,)) == served(other, (1,)) == {1}
+
+
+def test_a_segment_made_during_a_sweep(directory, monkeypatch):
+    with Store(directory, FINGERPRINT) as store, Store(directory, FINGERPRINT) as other:
+        made = []
+
+        def then_put(function):
+            def wrapped(*arguments):
+                found = function(*arguments)
+                if not made:
+                    made.append(other.put(*item_of(1)))
+                return found
+
+            return wrapped
+
+        monkeypatch.setattr(store._index, "segments", then_put(store._index.segments))
+        monkeypatch.setattr(store_files, "list_segments", then_put(store_files.list_segments))
+        store.evict()
+        assert made == [True] and served(store, (1,)) == {1} and store.stats["corrupt"] == 0
+
+
+def test_a_writer_between_the_reads_of_a_transaction(directory):
+    """The trap: a transaction that starts by reading fails at once when another one wrote."""
+    with Store(directory, FINGERPRINT) as store, Store(directory, FINGERPRINT) as other:
+        with store._index.transaction():
+            store._index.latest_use()
+            held = threading.Thread(target=other.put, args=item_of(1))
+            held.start()
+            held.join(0.1)
+            assert held.is_alive()  # it waits for us, not we for it
+            store._index.set_uses([])
+        held.join()
+        assert served(store, (1,)) == {1}
 
 
 def test_a_record_that_moves_between_index_and_file(directory, monkeypatch):

@@ -133,7 +133,7 @@ def test_queries_in_blocks_fill_one_array(monkeypatch):
     """Long prompts are scored block by block of queries, and early blocks see fewer entries."""
     ids = tokens(33)
     at_once = traced(ids)
-    monkeypatch.setattr(csa2, "BLOCK_ELEMENTS", 400)
+    monkeypatch.setattr(csa2, "block_elements", lambda x: 400)
     in_blocks = traced(ids)
     assert set(at_once) == set(in_blocks)
     for name, want in at_once.items():

@@ -27,9 +27,7 @@ def test_rmsnorm(shape, eps):
     check(
         "rmsnorm",
         lambda x, weight: rmsnorm(x, weight, eps, FLOAT32),
-        lambda dy, x, weight: dict(
-            zip(("x", "weight"), rmsnorm_backward(dy, x, weight, eps), strict=True)
-        ),
+        lambda dy, x, weight: rmsnorm_backward(dy, x, weight, eps),
         {"x": random(*shape), "weight": random(shape[-1], seed=1)},
     )
 
@@ -48,9 +46,7 @@ def test_linear(tokens):
     check(
         "linear",
         lambda x, weight: linear_fp8(x, weight, FLOAT32),
-        lambda dy, x, weight: dict(
-            zip(("x", "weight"), linear_fp8_backward(dy, x, weight, FLOAT32), strict=True)
-        ),
+        lambda dy, x, weight: linear_fp8_backward(dy, x, weight, FLOAT32),
         {"x": random(tokens, 4), "weight": random(2, 4, seed=1)},
     )
 
@@ -68,9 +64,7 @@ def test_swiglu(limit):
     check(
         "swiglu",
         lambda gate, up: swiglu(gate, up, limit),
-        lambda dy, gate, up: dict(
-            zip(("gate", "up"), swiglu_backward(dy, gate, up, limit), strict=True)
-        ),
+        lambda dy, gate, up: swiglu_backward(dy, gate, up, limit),
         {"gate": 2 * random(4, 5), "up": 2 * random(4, 5, seed=1)},
     )
 
@@ -86,7 +80,7 @@ def test_sqrt_softplus():
     check(
         "sqrt_softplus",
         lambda x: sqrt_softplus(x),
-        lambda dy, x: {"x": sqrt_softplus_backward(dy, x)},
+        lambda dy, x: sqrt_softplus_backward(dy, x),
         {"x": np.linspace(-15, 15, 31)},
     )
 

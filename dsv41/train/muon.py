@@ -31,7 +31,7 @@ def newton_schulz(g, steps=HYBRID):
     """
     is_tall = g.shape[-2] > g.shape[-1]
     # A = Y Y^T has the side of Y's rows: take the shorter one
-    y = np.ascontiguousarray(g.swapaxes(-1, -2) if is_tall else g)
+    y = np.ascontiguousarray(g.swapaxes(-1, -2) if is_tall else g, like=g)
     y = y / (np.sqrt(np.sum(y * y, axis=(-2, -1), keepdims=True)) + 1e-7)
     for a, b, c in steps:
         gram = y @ y.swapaxes(-1, -2)

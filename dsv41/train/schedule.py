@@ -61,8 +61,8 @@ def expert_load(chosen, is_image, experts):
 
     Loads of micro-batches and of machines add up; the bias moves once per step, by the sum.
     """
-    kinds = [chosen[~is_image], chosen[is_image]]
-    return np.stack([np.bincount(kind.ravel(), minlength=experts) for kind in kinds])
+    bins = chosen + experts * is_image[:, None]
+    return np.bincount(bins.ravel(), minlength=2 * experts).reshape(2, experts)
 
 
 def balance_bias(gate, load, speed=BIAS_SPEED):
