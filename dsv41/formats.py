@@ -25,6 +25,11 @@ def f32(x):
     return np.asarray(x, np.float32)
 
 
+def contiguous(x):
+    """x in C order, copied only if it is not: another memory order would sum in another order."""
+    return x if x.flags.c_contiguous else x.copy()
+
+
 # ---- bf16 -----------------------------------------------------------------------------------
 
 

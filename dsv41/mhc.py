@@ -20,6 +20,7 @@ are mixed but not amplified. Source: Block.hc_pre / hc_post of inference/model.p
 import numpy as np
 
 from .dispatch import op
+from .formats import contiguous
 from .ops import matmul_rows, sigmoid
 
 
@@ -61,7 +62,7 @@ def hc_coefficients(streams, fn, base, scale, config, numerics):
 @op
 def hc_collapse(streams, pre, numerics):
     """streams (T, S, D), pre (T, S) -> x (T, D) = sum_i pre_i X_i, stored as bf16."""
-    return numerics.store((pre[:, None, :] @ np.ascontiguousarray(streams))[:, 0])
+    return numerics.store((pre[:, None, :] @ contiguous(streams))[:, 0])
 
 
 @op
@@ -70,7 +71,7 @@ def hc_update(streams, y, post, comb, numerics):
 
     trap: comb is contracted over its FIRST stream axis.
     """
-    mixed = comb.transpose(0, 2, 1) @ np.ascontiguousarray(streams)
+    mixed = comb.transpose(0, 2, 1) @ contiguous(streams)
     return numerics.store(post[:, :, None] * y[:, None, :] + mixed)
 
 

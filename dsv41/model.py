@@ -81,8 +81,8 @@ class Model:
     needed by models with Engram.
     """
 
-    def __init__(self, config, params, classes=None, directory=None):
-        self.config, self.params, self.directory = config, params, directory
+    def __init__(self, config, params, classes=None, directory=None, like=None):
+        self.config, self.params, self.directory, self.like = config, params, directory, like
         self.classes = _checked_classes(config, classes)
 
     def logits(
@@ -122,6 +122,15 @@ class Model:
         sampling = Sampling(temperature, top_p, seed)
         return stream_text(self, prompt, max_tokens, sampling, **options)
 
+    def to(self, device):
+        """The model with its parameters on `device`: "cuda", which needs CuPy (extra cuda13)."""
+        if device != "cuda":
+            raise ValueError(f'device: expected "cuda", got {device!r}')
+        from dsv41_kernels.device import cuda_like, to_cuda
+
+        params = to_cuda(self.params)
+        return Model(self.config, params, self.classes, self.directory, cuda_like())
+
     def ledger(self, context=1_000_000):
         """Parameters, cache bytes and FLOPs of this model at a context length, as a text table."""
         from .ledger_tables import breakdown
@@ -139,7 +148,7 @@ class Model:
 
     def new_cache(self, numerics=OFFICIAL, page_tokens=64):
         """An empty cache for this model; requests are opened in it with `open`."""
-        return Cache(self.config, numerics, page_tokens)
+        return Cache(self.config, numerics, page_tokens, self.like)
 
     def open(self, cache):
         """Open a request in `cache` -> its slot."""

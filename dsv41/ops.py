@@ -12,14 +12,14 @@ Linear, RMSNorm, Gate and Expert in the released inference/model.py.
 
 import numpy as np
 
-from .formats import f32
+from .formats import contiguous, f32
 
 ROW_BLOCK = 8  # rows per product under batch_invariant; every OpenBLAS kernel treats 8 rows alike
 
 
 def rmsnorm(x, weight, eps, numerics):
     """x (..., C) f32, weight (C,) f32 -> (..., C) f32, normalised over the last axis."""
-    x = np.ascontiguousarray(x)  # another memory order would sum, and so round, in another order
+    x = contiguous(x)
     mean_square = np.mean(x * x, axis=-1, keepdims=True)
     return numerics.store(x * (1 / np.sqrt(mean_square + np.float32(eps))) * weight)
 
@@ -40,7 +40,7 @@ def matmul_rows(x, weight, numerics):
     A BLAS product of T rows rounds by T: another T takes another routine. Under batch_invariant
     the rows go through in blocks of ROW_BLOCK, the last one padded, so a row's bits are its own.
     """
-    x, w = np.ascontiguousarray(x), dense(weight)
+    x, w = contiguous(x), dense(weight)
     if not numerics.batch_invariant:
         return x @ w.T
     count, width = x.shape

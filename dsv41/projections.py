@@ -16,6 +16,7 @@ inference/model.py.
 import numpy as np
 
 from .dispatch import op
+from .formats import contiguous
 from .ops import dense, linear, linear_fp8, rmsnorm
 
 
@@ -35,5 +36,5 @@ def grouped_output(o, p, config, numerics):
     groups = config.o_groups
     o = o.reshape(tokens, groups, heads // groups * channels)  # neighbouring heads together
     wo_a = dense(p["wo_a"]["weight"]).reshape(groups, config.o_lora_rank, -1)
-    z = [linear(np.ascontiguousarray(o[:, g]), wo_a[g], numerics) for g in range(groups)]
+    z = [linear(contiguous(o[:, g]), wo_a[g], numerics) for g in range(groups)]
     return linear_fp8(np.concatenate(z, axis=1), p["wo_b"]["weight"], numerics)

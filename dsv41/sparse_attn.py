@@ -17,6 +17,7 @@ leaves distances only. Source: sparse_attn_kernel in inference/kernel.py; report
 import numpy as np
 
 from .dispatch import block_elements, on_host, op
+from .formats import contiguous
 from .rope import rotate
 
 CHUNK = 64  # rows per softmax chunk, as in the released kernel
@@ -29,7 +30,7 @@ def sparse_attn(q, window, window_rows, global_kv, global_rows, sink, numerics):
 
     A layer without global KV passes global_rows of shape (T, 0). Rows out of range raise.
     """
-    q = np.ascontiguousarray(q)
+    q = contiguous(q)
     tokens, _, channels = q.shape
     _check_rows("window_rows", window_rows, window)
     _check_rows("global_rows", global_rows, global_kv)

@@ -33,9 +33,10 @@ def put_scores(trace, layer, at, visible, scores, entries):
     """Write one query block into "idx.score": -inf stays where not visible or outside the pool."""
     if trace is None:
         return
-    if entries is None:
-        entries = np.broadcast_to(np.arange(scores.shape[1]), scores.shape)
-    row, column = np.nonzero((entries >= 0) & (entries < visible[at][:, None]))
+    scores, visible = to_host(scores), to_host(visible[at])
+    entries = np.arange(scores.shape[1])[None] if entries is None else to_host(entries)
+    entries = np.broadcast_to(entries, scores.shape)
+    row, column = np.nonzero((entries >= 0) & (entries < visible[:, None]))
     table = trace[f"L{layer.index:02d}.idx.score"]
     table[at.start + row, entries[row, column]] = scores[row, column]
 
@@ -45,9 +46,9 @@ def put_pool(trace, layer, shared, visible, config):
     if trace is None or layer.candidates != "publish":
         return
     size = config.candidate_block_size
-    scores = trace[f"L{layer.index:02d}.idx.score"]
+    scores, visible = trace[f"L{layer.index:02d}.idx.score"], to_host(visible)
     put(trace, layer, "cand.block_score", lambda: block_scores(scores, visible, size))
     kept = np.zeros((len(visible), -(-scores.shape[1] // size) + 1), bool)
-    np.put_along_axis(kept, shared.pool, True, axis=1)  # -1 lands in the spare last column
+    np.put_along_axis(kept, to_host(shared.pool), True, axis=1)  # -1 lands in the spare last column
     mask = np.repeat(kept[:, :-1], size, axis=1)[:, : scores.shape[1]]
     put(trace, layer, "cand.mask", lambda: mask)

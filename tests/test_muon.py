@@ -85,7 +85,7 @@ def test_the_flat_steps_have_their_fixed_point_at_one_and_no_slope_there():
     assert STEEP[0] ** 8 > 1e4
 
 
-@pytest.mark.parametrize("shape", [(64, 256), (256, 64), (128, 128), (65, 63), (2, 2)])
+@pytest.mark.parametrize("shape", [(32, 128), (128, 32), (64, 64), (65, 63), (2, 2)])
 @pytest.mark.parametrize("condition", [1, 10, 100, 1e3, 1e4])
 @pytest.mark.parametrize("dtype", [np.float64, np.float32])
 def test_singular_values_end_near_one(shape, condition, dtype):

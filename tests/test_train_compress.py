@@ -28,7 +28,7 @@ def test_pool_groups(shape):
 
 
 def test_equal_gates_share_equally_by_hand():
-    """u = (1, 3), g = (0, 0): a = 1/2 each, pooled 2, so raising g0 moves towards u0: 1/2 * (1 - 2)."""
+    """u = (1, 3), g = (0, 0): a = 1/2 each; raising g0 moves the mean 2 towards u0: 1/2 (1 - 2)."""
     du, dg = pool_groups_backward(
         np.array([[1.0]]), np.array([[[1.0], [3.0]]]), np.zeros((1, 2, 1))
     )

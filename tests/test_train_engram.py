@@ -90,7 +90,7 @@ def test_the_float_table_gives_what_the_stored_one_gives():
 
 
 def test_equal_n_grams_add_up():
-    """Two tokens at the same rows, with the same streams: the rows' gradient is twice that of one."""
+    """Two tokens at the same rows, with the same streams: the rows get twice what one gives."""
     p, streams = parameters(4), random(1, 3, 4)
     text, d = np.zeros(2, bool), random(1, 3, 4, seed=3)
     with float64():

@@ -28,7 +28,7 @@ def test_scores():
 
 
 def test_one_head_by_hand():
-    """q . k = 6 with w = -2: the relu is open, so dw = 6 and dq = -2 k; a closed one passes nothing."""
+    """q . k = 6, w = -2: the relu is open, so dw = 6 and dq = -2 k; a closed one passes nothing."""
     q, w, keys = np.array([[[2.0, 0]]]), np.array([[-2.0]]), np.array([[[3.0, 1], [-3, 1]]])
     dq, dw, dkeys = index_scores_backward(np.ones((1, 2)), q, w, keys, FLOAT32)
     assert_close("dq", dq, [[[-6, -2]]])

@@ -34,7 +34,7 @@ def test_sinkhorn_of_one_stream_cannot_be_moved():
 
 
 def test_a_doubly_stochastic_matrix_does_not_notice_whole_rows_or_columns():
-    """Adding a number to a row or column of the logits is divided out again, so dlogits sums to 0."""
+    """Adding a number to a row or column of the logits is divided out, so dlogits sums to 0."""
     dlogits = sinkhorn_backward(random(4, 4), random(4, 4, seed=1), 200, 0.0)
     assert_close("rows", dlogits.sum(axis=1), np.zeros(4), floor=1e-9)
     assert_close("columns", dlogits.sum(axis=0), np.zeros(4), floor=1e-9)

@@ -52,7 +52,7 @@ def test_attention(case):
 
 @pytest.mark.parametrize("block", [1, 40])
 def test_blocks_of_queries_share_records(monkeypatch, block):
-    monkeypatch.setattr(train, "BLOCK_ELEMENTS", block)
+    monkeypatch.setattr(train, "block_elements", lambda q: block)
     check_attention(CASES["both"])
 
 

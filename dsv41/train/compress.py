@@ -15,7 +15,7 @@ Source: compress.py, differentiated.
 import numpy as np
 
 from ..compress import pool_groups
-from ..dispatch import op
+from ..dispatch import beside, op
 from ..ops import matmul_rows
 from ..rope import rotate
 from .ops import linear_backward, rmsnorm_backward, straight_through
@@ -45,18 +45,18 @@ def compress_backward(dlatent, x, p, ratio, batch, config, numerics):
     """dlatent (N, C) of a call's entries, x (T, D), p the "compressor" parameters; every request
     begins in the call -> dx (T, D), gradients of wkv, norm and, for m > 1, wgate.
     """
-    members = group_rows(batch, ratio)
+    members = beside(group_rows(batch, ratio), x)
     x_of = x[members.ravel()]  # (N * m, D), the rows that were pooled
-    u = matmul_rows(x_of, p["wkv"]["weight"], numerics).reshape(*members.shape, -1)
-    g = np.zeros_like(u)
-    if ratio > 1:
-        g = matmul_rows(x_of, p["wgate"]["weight"], numerics).reshape(u.shape)
+    shape = (*members.shape, dlatent.shape[1])  # (N, m, C)
+    u = matmul_rows(x_of, p["wkv"]["weight"], numerics)
+    g = matmul_rows(x_of, p["wgate"]["weight"], numerics) if ratio > 1 else np.zeros_like(u)
+    u, g = u.reshape(shape), g.reshape(shape)
     pooled = numerics.store(pool_groups(u, g))
     dpooled, dnorm = rmsnorm_backward(dlatent, pooled, p["norm"]["weight"], config.rms_norm_eps)
     du, dg = pool_groups_backward(dpooled, u, g)
     dx, grads = np.zeros_like(x), {"norm": {"weight": dnorm}}
     for name, d in (("wkv", du), ("wgate", dg))[:ratio]:
-        part, dw = linear_backward(d.reshape(len(x_of), -1), x_of, p[name]["weight"])
+        part, dw = linear_backward(d.reshape(len(x_of), shape[2]), x_of, p[name]["weight"])
         dx[members.ravel()] += part  # a token is in one group only
         grads[name] = {"weight": dw}
     return dx, grads

@@ -63,14 +63,20 @@ def moe_experts_backward(dy, x, p, chosen, weight, limit, numerics):
 
     An expert that nobody chose gets zeros.
     """
-    dx, dweight, grads = np.zeros_like(x), np.zeros_like(weight), {"experts": {}}
-    for e, own in p["experts"].items():
-        row, column = np.nonzero(chosen == e)
-        part, dweight[row, column], grads["experts"][e] = expert_backward(
-            dy[row], x[row], own, limit, numerics, weight[row, column]
+    dx, grads = np.zeros_like(x), {"experts": {}}
+    flat, weights = chosen.ravel(), weight.ravel()
+    dweight = np.zeros_like(weights)
+    by_expert = np.argsort(flat, kind="stable")  # tokens of one expert side by side, in order
+    end = 0
+    for e, load in enumerate(np.bincount(flat, minlength=len(p["experts"])).tolist()):
+        begin, end = end, end + load
+        at = by_expert[begin:end]
+        row = at // chosen.shape[1]
+        part, dweight[at], grads["experts"][e] = expert_backward(
+            dy[row], x[row], p["experts"][e], limit, numerics, weights[at]
         )
         dx[row] += part
     if "shared_experts" in p:
         part, _, shared = expert_backward(dy, x, p["shared_experts"], limit, numerics)
         dx, grads["shared_experts"] = dx + part, shared
-    return dx, dweight, grads
+    return dx, dweight.reshape(weight.shape), grads

@@ -32,7 +32,7 @@ def grouped_output_backward(dy, o, p, config, numerics):
     tokens, groups, rank = len(o), config.o_groups, config.o_lora_rank
     wo_a = dense(p["wo_a"]["weight"])
     blocks = wo_a.reshape(groups, rank, -1)  # (G, O, H/G * C)
-    o_of = o.reshape(tokens, groups, -1).transpose(1, 0, 2)  # (G, T, H/G * C)
+    o_of = o.reshape(tokens, groups, blocks.shape[2]).transpose(1, 0, 2)  # (G, T, H/G * C)
     z = numerics.store(o_of @ blocks.transpose(0, 2, 1))  # (G, T, O)
     z = z.transpose(1, 0, 2).reshape(tokens, groups * rank)
     dz, dwo_b = linear_fp8_backward(dy, z, p["wo_b"]["weight"], numerics)

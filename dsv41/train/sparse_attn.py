@@ -19,9 +19,9 @@ learns from (losses.py). Source: sparse_attn.py, differentiated.
 
 import numpy as np
 
-from ..dispatch import op
+from ..dispatch import block_elements, op
 from ..rope import rotate
-from ..sparse_attn import BLOCK_ELEMENTS, _gather, _joined
+from ..sparse_attn import _gather, _joined
 from .ops import add_rows
 from .rope import rotate_backward
 
@@ -37,7 +37,7 @@ def sparse_attn_backward(do, q, window, window_rows, global_kv, global_rows, sin
     dq, dsink = np.zeros_like(q), np.zeros_like(sink)
     dwindow, dglobal = (np.zeros((len(r), channels), q.dtype, like=q) for r in (window, global_kv))
     share = np.zeros(global_rows.shape, q.dtype, like=q)
-    block = max(1, BLOCK_ELEMENTS // (width * channels))
+    block = max(1, block_elements(q) // max(1, width * channels))
     for begin in range(0, tokens, block):
         at = slice(begin, begin + block)
         near = _gather(window, window_rows[at], numerics.window_kv, channels)

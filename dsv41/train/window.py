@@ -14,15 +14,15 @@ own first row. Source: window.py.
 import numpy as np
 
 from ..ops import linear_fp8
-from ..window import window_index
 from .ops import linear_fp8_backward, rmsnorm_backward
 from .rope import rotate_backward
 
 
-def own_rows(batch, width):
-    """`window_index` for requests that begin in this call: (T, W) rows of the call itself."""
-    rows = window_index(batch, width)
-    return np.where(rows < 0, -1, rows - batch.count * width)
+def own_rows(window_rows, batch, width):
+    """window_rows (T, W) as `window_index` makes them, for requests that begin in this call
+    -> the same as rows of the call itself.
+    """
+    return np.where(window_rows < 0, -1, window_rows - batch.count * width)
 
 
 def window_kv_backward(drecords, x, p, positions, freqs, config, numerics):
