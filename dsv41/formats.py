@@ -15,7 +15,10 @@ it, E2M1 cannot, and quant.py refuses it before it gets here.
 
 from dataclasses import dataclass
 
+import ml_dtypes
 import numpy as np
+
+from .dispatch import on_host
 
 
 def f32(x):
@@ -49,15 +52,15 @@ def decode_bf16(codes):
 
 
 def round_bf16(x):
-    """x f32 -> f32 holding the nearest bf16 value: encode and decode without leaving 32 bits."""
+    """x f32 -> f32 holding the nearest bf16 value.
+
+    In CPU memory ml_dtypes does the same rounding, compiled; elsewhere the bits do.
+    """
     x = f32(x)
-    bits = x.view(np.uint32)
-    out = bits >> np.uint32(16)
-    out &= np.uint32(1)
-    out += np.uint32(0x7FFF)
-    out += bits
-    out &= np.uint32(0xFFFF0000)
-    return np.where(np.isnan(x), np.float32(np.nan), out.view(np.float32))
+    if on_host(x):
+        with np.errstate(invalid="ignore"):  # NaN is a legal input
+            return x.astype(ml_dtypes.bfloat16).astype(np.float32)
+    return decode_bf16(encode_bf16(x))
 
 
 # ---- E4M3 and E2M1 --------------------------------------------------------------------------
@@ -95,6 +98,19 @@ class Minifloat:
             code = np.where(np.isnan(x), np.uint32(self.nan_code), code)
         sign = (x.view(np.uint32) >> np.uint32(31)) << np.uint32(self.bits - 1)
         return (code | sign).astype(np.uint8)
+
+    def round(self, x):
+        """x f32 -> f32, the value of x's code: what encode and decode give, without the codes.
+
+        Adding c and taking it away again rounds to a multiple of c's last bit, ties to even; c is
+        chosen for every x so that this bit is one step of the format's grid there.
+        """
+        x = f32(x)
+        magnitude = np.minimum(np.abs(x), np.float32(self.largest))
+        power = (magnitude.view(np.uint32) & np.uint32(0x7F800000)).view(np.float32)
+        power = np.maximum(power, np.float32(2.0 ** (1 - self.bias)))  # one step below it
+        c = power * np.float32(2.0 ** (23 - self.mantissa_bits))
+        return np.copysign((magnitude + c) - c, x)
 
     def decode(self, codes):
         """codes uint8 (only the low `bits` used) -> f32, exact."""

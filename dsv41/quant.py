@@ -54,13 +54,8 @@ class BlockFormat:
 
         C must be a multiple of `group`. Raises ValueError on NaN or inf, naming the position.
         """
-        grouped = self._grouped(f32(x))
-        amax = np.max(np.abs(grouped), axis=-1)
-        _require_finite(amax, grouped, self.name)
-        scales = self._encode_scale(np.maximum(amax, np.float32(self.floor)))
-        # trap: divide by the rounded scale; a reciprocal can cross an E2M1 tie
-        codes = self.element.encode(grouped / self._decode_scale(scales)[..., None])
-        return codes.reshape(x.shape), scales
+        scaled, scales = self._scaled(x)
+        return self.element.encode(scaled).reshape(x.shape), scales
 
     def dequantize(self, codes, scales):
         """codes (..., C) uint8, scales (..., C / group) uint8 -> (..., C) f32, exact."""
@@ -68,8 +63,9 @@ class BlockFormat:
         return (grouped * self._decode_scale(scales)[..., None]).reshape(codes.shape)
 
     def fake(self, x):
-        """Round trip: the values a reader of the stored codes will see. (..., C) f32 -> same."""
-        return self.dequantize(*self.quantize(x))
+        """The values that a reader of the stored codes will see. (..., C) f32 -> same."""
+        scaled, scales = self._scaled(x)
+        return (self.element.round(scaled) * self._decode_scale(scales)[..., None]).reshape(x.shape)
 
     def encode(self, x):
         """x (..., C) f32 -> records (..., record_bytes(C)) uint8: all codes, then all scales."""
@@ -98,6 +94,15 @@ class BlockFormat:
                 f"{self.name}: last axis must be a multiple of {self.group}, got shape {x.shape}"
             )
         return x.reshape((*x.shape[:-1], x.shape[-1] // self.group, self.group))
+
+    def _scaled(self, x):
+        """x / scale, grouped (..., C / group, group), and the scales' bytes."""
+        grouped = self._grouped(f32(x))
+        amax = np.max(np.abs(grouped), axis=-1)
+        _require_finite(amax, grouped, self.name)
+        scales = self._encode_scale(np.maximum(amax, np.float32(self.floor)))
+        # trap: divide by the rounded scale; a reciprocal can cross an E2M1 tie
+        return grouped / self._decode_scale(scales)[..., None], scales
 
     def _encode_scale(self, amax):
         if self.scale == "e4m3":

@@ -17,14 +17,15 @@ SOURCE = Path(__file__).parent.parent / "dsv41"
 
 MUTANTS = [
     # number formats
-    ("bf16 truncates", "formats.py", "    out += np.uint32(0x7FFF)\n", ""),
-    ("bf16 ties go up", "formats.py", "    out &= np.uint32(1)\n    out", "    out |= np.uint32(1)\n    out &= np.uint32(1)\n    out"),
+    ("bf16 truncates", "formats.py", "(bits + np.uint32(0x7FFF) + ((bits >> np.uint32(16)) & np.uint32(1)))", "bits"),
+    ("bf16 ties go up", "formats.py", "((bits >> np.uint32(16)) & np.uint32(1))", "np.uint32(1)"),
+    ("FP4 and FP8 round half up", "formats.py", "np.copysign((magnitude + c) - c, x)", "np.copysign((magnitude * (1 + np.float32(2**-22)) + c) - c, x)"),
     ("minifloat ties go away from zero", "formats.py", "- np.uint32(1) + odd) >> drop", "+ np.uint32(0) * odd) >> drop"),
     ("subnormals round half up", "formats.py", "np.rint(np.where(is_small, magnitude, np.float32(0)) * step)", "np.floor(np.where(is_small, magnitude, np.float32(0)) * step + np.float32(0.5))"),
     ("high nibble first", "formats.py", "codes[..., 0::2] | (codes[..., 1::2] <<", "codes[..., 1::2] | (codes[..., 0::2] <<"),
     ("E8M0 by floor", "formats.py", "+ has_fraction.astype(np.uint32)", "+ 0 * has_fraction.astype(np.uint32)"),
     ("E8M0 byte 0 is zero", "formats.py", "np.uint32(0x00400000)", "np.uint32(0)"),
-    ("scale by reciprocal", "quant.py", "self.element.encode(grouped / self._decode_scale(scales)[..., None])", "self.element.encode(grouped * (1 / self._decode_scale(scales)[..., None]))"),
+    ("scale by reciprocal", "quant.py", "return grouped / self._decode_scale(scales)[..., None], scales", "return grouped * (1 / self._decode_scale(scales)[..., None]), scales"),
     ("main KV groups of 32", "quant.py", 'E2M1, group=16, scale="e4m3"', 'E2M1, group=32, scale="e4m3"'),
     ("main KV scale is a power of two", "quant.py", 'E2M1, group=16, scale="e4m3"', 'E2M1, group=16, scale="e8m0"'),
     ("weight tiles are rows", "quant.py", ".repeat(TILE, axis=0).repeat(TILE, axis=1)", ".repeat(TILE, axis=1).repeat(TILE, axis=0)[::-1]"),
@@ -39,9 +40,9 @@ MUTANTS = [
     ("output not rotated back", "sparse_attn.py", "numerics.store(rotate(o, positions, freqs, inverse=True))", "o"),
     ("first channels rotate", "rope.py", "turning = x[..., -2 * pairs :]", "turning = x[..., : 2 * pairs]"),
     # window and attention
-    ("window one too long", "window.py", "np.arange(width - 1, -1, -1)", "np.arange(width, 0, -1)"),
+    ("window one too long", "window.py", "np.arange(width - 1, -1, -1, like=batch.positions)", "np.arange(width, 0, -1)"),
     ("window does not see the token itself", "window.py", "rows = np.where(in_call, own_row, ring_row)", "rows = np.where(positions < batch.positions[:, None], np.where(in_call, own_row, ring_row), -1)"),
-    ("ring written one row late", "cache.py", "batch.positions[recent] % width]", "(batch.positions[recent] + 1) % width]"),
+    ("ring written one row late", "cache.py", "batch.positions[recent] % width\n", "(batch.positions[recent] + 1) % width\n"),
     ("ring shared by all requests", "csa2.py", "cache.window[layer.index][batch.slots]", "cache.window[layer.index][batch.slots * 0]"),
     ("sink is scaled", "sparse_attn.py", "np.exp(sink[:, None] - top)", "np.exp(sink[:, None] * scale - top)"),
     ("no sink", "sparse_attn.py", "total = total + np.exp(sink[:, None] - top)", "pass"),
@@ -55,8 +56,8 @@ MUTANTS = [
     ("one gate per token", "compress.py", "weights = np.exp(g - np.max(g, axis=1, keepdims=True))", "weights = np.exp(np.mean(g, axis=2, keepdims=True) + 0 * g)"),
     ("pairs restart at a chunk", "compress.py", "        if pending:\n", "        if False:\n"),
     ("entry rotated at its last token", "csa2.py", "kv = main_kv(latent, positions,", "kv = main_kv(latent, positions + layer.ratio - 1,"),
-    ("entry seen before its group closes", "csa2.py", "visible = (batch.positions + 1) // layer.ratio", "visible = (batch.positions + 2) // layer.ratio"),
-    ("entry seen one token late", "csa2.py", "visible = (batch.positions + 1) // layer.ratio", "visible = batch.positions // layer.ratio"),
+    ("entry seen before its group closes", "csa2.py", "visible = (here.positions + 1) // layer.ratio", "visible = (here.positions + 2) // layer.ratio"),
+    ("entry seen one token late", "csa2.py", "visible = (here.positions + 1) // layer.ratio", "visible = here.positions // layer.ratio"),
     # selection
     ("no relu", "indexer.py", "np.maximum(numerics.store(dots), np.float32(0))", "numerics.store(dots)"),
     ("relu after the weights", "indexer.py", "np.maximum(numerics.store(dots), np.float32(0)) * w[:, :, None]", "np.maximum(numerics.store(dots) * w[:, :, None], np.float32(0))"),
@@ -130,6 +131,10 @@ def formats(package):
     halves = np.array([1.00390625, 1.01171875], np.float32)
     if formats.round_bf16(halves).tolist() != [1.0, 1.015625]:
         yield "bf16 ties"
+    if formats.decode_bf16(formats.encode_bf16(halves)).tolist() != [1.0, 1.015625]:
+        yield "bf16 bits"
+    if formats.E2M1.round(ties).tolist() != [0, 1, 1, 2, 2, 4, 4]:
+        yield "E2M1 rounding"
     if formats.pack_nibbles(np.arange(4, dtype=np.uint8)).tolist() != [0x10, 0x32]:
         yield "nibbles"
     if formats.decode_e8m0(np.array([0], np.uint8))[0] != np.float32(2.0**-127):

@@ -304,3 +304,17 @@ def test_types_in_and_out():
         assert decode(np.zeros((0, 4), np.uint8)).dtype == np.float32
     assert decode_bf16(ALL_BF16).dtype == np.float32
     assert f32([1, 2]).dtype == f32(3).dtype == np.float32
+
+
+@pytest.mark.parametrize("fmt", [E4M3, E2M1], ids=lambda f: f.name)
+def test_rounding_without_codes_gives_the_value_of_the_code(fmt):
+    """Every bf16 number, and float32 numbers around every tie, signs of zero included."""
+    every = decode_bf16(np.arange(65536).astype(np.uint16))
+    grid = fmt.decode(np.arange(2 ** (fmt.bits - 1), dtype=np.uint8))
+    grid = np.sort(grid[np.isfinite(grid)]).astype(np.float64)
+    ties = ((grid[1:] + grid[:-1]) / 2).astype(np.float32)
+    near = np.concatenate(
+        [ties, np.nextafter(ties, np.float32(0)), np.nextafter(ties, np.float32(9e9))]
+    )
+    x = np.concatenate([every[np.isfinite(every)], near, -near])
+    assert_same("rounded", fmt.round(x), fmt.decode(fmt.encode(x)))

@@ -148,7 +148,8 @@ def attention_backward(dy, x, p, layer, call, back):
     if layer.mode == "swa":
         return dx + by_window, grads
     _add(back.main_kv, layer.kv_source, dglobal)
-    _add(back.attention, layer.index_source, share)
+    if back.index:
+        _add(back.attention, layer.index_source, share)
     by_source, more = sources_backward(x, c_q, p, layer, call, back)
     return dx + by_window + by_source, grads | more
 
@@ -205,7 +206,7 @@ def write_global_kv_backward(x, p, layer, call, back):
         x, p["compressor"], source, layer.ratio, call.cache, batch, config, numerics
     )
     positions = beside(entries * layer.ratio, x)
-    rows = call.cache.entry_rows(source, entries, owners)
+    rows = beside(_entry_rows(call.cache, source, entries, owners), x)
     dkv = back.main_kv.pop(source)[rows]
     dlatent = main_kv_backward(dkv, latent, positions, freqs, numerics)
     dx, compressor = compress_backward(
@@ -216,6 +217,14 @@ def write_global_kv_backward(x, p, layer, call, back):
         rest = latent, p["indexer"], positions, freqs, config, numerics
         grads["indexer"] = index_keys_backward(back.keys.pop(source)[rows], *rest)[1]
     return dx, grads
+
+
+def _entry_rows(cache, source, entries, owners):
+    """Where `Cache.write_entries` put entries[i] of slot owners[i]: (N,) pool rows."""
+    rows = np.zeros_like(entries)
+    for slot in np.unique(owners).tolist():
+        rows[owners == slot] = cache.rows(source, slot, entries[owners == slot])
+    return rows
 
 
 def moe_backward(dy, x, p, layer, call, back):

@@ -1,6 +1,6 @@
 """How does a model get onto the GPU?
 
-Its float32 parameters are copied once into CuPy arrays; from then on the NumPy text itself runs there,
+Its float32 parameters are copied once into CuPy arrays; from then on the NumPy text itself runs
 and where a kernel of an operation's name exists it is used instead (dsv41.dispatch). Weights that a
 model keeps on disk, the Engram tables among them, stay in host memory and are read by the row.
 """
