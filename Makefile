@@ -10,7 +10,7 @@ demo: $(STAMP)
 	$(RUN) -m dsv41 demo
 
 test: $(STAMP) lint
-	$(RUN) -m pytest -q -n auto tests
+	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -q -n auto tests
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -45,7 +45,7 @@ EXACT = {
     "official": OFFICIAL.but(batch_invariant=True),
 }
 LENGTHS = (1, W - 1, W, W + 1, 3 * W + 1, 22)
-TOKENS = 9
+TOKENS = 7
 
 
 @cache
@@ -122,13 +122,12 @@ def test_only_the_last_window_of_a_prompt_is_decoded(numerics, length):
     "options",
     [
         {},
-        {"chunk": 4},
-        {"chunk": 7, "max_batch": 2, "page_tokens": 2},
+        {"chunk": 4, "max_batch": 3, "page_tokens": 2},
         {"draft": True},
         {"draft": True, "chunk": 5, "max_batch": 3},
         {"draft": True, "steps_per_second": Throughput([1, 20], [1.0, 6.0])},
     ],
-    ids=str,
+    ids=["together", "pieces", "drafts", "drafts-pieces", "drafts-scheduled"],
 )
 def test_company_pieces_pages_and_drafts_change_no_text(numerics, exact, options):
     engine = Engine(model(), EXACT[numerics], exact=exact, **options)
@@ -136,7 +135,10 @@ def test_company_pieces_pages_and_drafts_change_no_text(numerics, exact, options
     finish(engine)
     assert_alone(requests, numerics, exact)
     assert {r.finish for r in requests} == {"length"}
-    assert all(r.accepted for r in requests) == (options == {"draft": True})
+    drafted = [bool(r.accepted) for r in requests]
+    assert any(drafted) == ("draft" in options)
+    if options == {"draft": True}:
+        assert all(drafted)
 
 
 @pytest.mark.parametrize("chunk", [1, 3, 5])
@@ -149,17 +151,19 @@ def test_pieces_that_end_before_the_last_window_can_be_drafted_for(chunk):
     assert request.accepted
 
 
-@both
-@pytest.mark.parametrize("draft", [False, True])
+@pytest.mark.parametrize(
+    ("numerics", "exact", "draft"),
+    [("float32", True, True), ("official", True, False), ("official", False, True)],
+)
 def test_requests_put_aside_go_on_where_they_were(numerics, exact, draft):
-    """Every second step puts one aside, whether it reads or writes; it waits behind the others."""
-    engine = Engine(model(), EXACT[numerics], exact=exact, draft=draft, chunk=9, max_batch=3)
+    """Every second step puts one aside, by turns one that reads and one that writes."""
+    engine = Engine(model(), EXACT[numerics], exact=exact, draft=draft, chunk=5, max_batch=4)
     requests, steps, aside = submit_all(engine), 0, set()
     while engine.busy:
         engine.step()
         steps += 1
-        if steps % 2 and engine.running:
-            one = engine.running[steps % len(engine.running)]
+        kind = steps % 4 == 3
+        for one in [r for r in engine.running if r.reading == kind][: steps % 2]:
             aside.add((len(one.prompt), one.reading))
             engine.preempt(one)
             assert one.slot is None
@@ -194,7 +198,7 @@ def test_requests_join_and_leave_between_steps(draft):
 def test_the_next_request_in_a_slot_finds_nothing_of_the_last(numerics):
     """One slot, used in turn; all it leaves behind is overwritten with NaN."""
     engine = Engine(model(), EXACT[numerics], draft=True, max_batch=1)
-    for length in (22, 1, W + 1, W - 1):
+    for length in (22, 1, W + 1):
         request = engine.submit(prompt(length), TOKENS, stop=())
         finish(engine)
         assert_alone([request], numerics, False)
@@ -275,7 +279,7 @@ def test_the_configs_end_of_text_stops_by_default():
 
 
 @pytest.mark.parametrize("draft", [False, True])
-@pytest.mark.parametrize("limit", [1, 2, 3, 5, 8])
+@pytest.mark.parametrize("limit", [1, 2, 3, 6])
 def test_a_text_ends_at_its_limit(limit, draft):
     engine = Engine(model(), EXACT["float32"], draft=draft)
     request = engine.submit(prompt(W + 1), limit, stop=())
@@ -330,7 +334,7 @@ def rounds(limit, kept_of):
 
 @both
 def test_drafts_that_are_always_right_are_all_kept(numerics, exact):
-    """At prompts on both sides of the window: a shift by one would only be slow, not wrong."""
+    """Prompts on both sides of the window; a shift by one would only be slow, never wrong."""
     engine = script(
         Engine(model(), EXACT[numerics], exact=exact, draft=True),
         lambda request: coming(numerics, exact, request),
@@ -338,8 +342,7 @@ def test_drafts_that_are_always_right_are_all_kept(numerics, exact):
     requests = submit_all(engine)
     finish(engine)
     assert_alone(requests, numerics, exact)
-    assert rounds(TOKENS, lambda _, drafts: drafts) == [3, 3]
-    assert [r.accepted for r in requests] == [[3, 3]] * len(LENGTHS)
+    assert [r.accepted for r in requests] == [[3, 1]] * len(LENGTHS)
 
 
 @both
@@ -362,7 +365,7 @@ def test_drafts_that_are_right_by_chance_are_kept_up_to_the_first_wrong_one(nume
         right = coming(numerics, exact, request)
         tokens = [t if rng.random() < 0.6 else int(rng.integers(VOCAB)) for t in right]
         agree = [a == b for a, b in zip(tokens, right, strict=True)]
-        said[len(request.prompt), len(request.tokens)] = (agree + [False]).index(False)
+        said[len(request.prompt), len(request.tokens)] = [*agree, False].index(False)
         return tokens
 
     engine = script(Engine(model(), EXACT[numerics], exact=exact, draft=True, chunk=9), wanted)
@@ -379,12 +382,12 @@ def test_drafts_that_are_right_by_chance_are_kept_up_to_the_first_wrong_one(nume
 @pytest.mark.parametrize("place", [0, 1, 2])
 def test_nothing_follows_a_stop_token_inside_a_draft(place):
     """The draft and the model agree beyond it, and still the text ends there."""
-    text = alone("official", False, 22)
+    text = alone("official", False, 13)
     stop = text[1 + place]
-    assert stop not in text[: 1 + place]
+    assert len(set(text[:4])) == 4, "the first draft must hold the stop token where it is meant"
     engine = Engine(model(), EXACT["official"], draft=True, max_batch=1)
     script(engine, lambda request: coming("official", False, request))
-    request, after = (engine.submit(prompt(n), TOKENS, stop=s) for n, s in ((22, [stop]), (5, ())))
+    request, after = (engine.submit(prompt(n), TOKENS, stop=s) for n, s in ((13, [stop]), (5, ())))
     finish(engine)
     assert tuple(request.tokens) == text[: 2 + place]
     assert request.finish == "stop"
@@ -401,7 +404,7 @@ def test_a_request_that_drafts_leaves_the_cache_of_one_that_does_not(numerics):
         return [t if rng.random() < 0.6 else 7 for t in right]
 
     engine = script(Engine(model(), EXACT[numerics], exact=True, draft=True), wanted)
-    submit_all(engine, lengths=(2, W + 1, 13))
+    submit_all(engine, lengths=(W + 1, 13))
     while engine.busy:
         engine.step()
         assert not engine.cache.marks
@@ -461,11 +464,11 @@ def test_a_seed_gives_one_text_and_another_seed_another():
     assert tuple(again.tokens) == texts[2] != alone("official", False, 22)
 
 
-@pytest.mark.parametrize("options", [{}, {"chunk": 4}, {"max_batch": 2, "chunk": 9}], ids=str)
+@pytest.mark.parametrize("options", [{"chunk": 4}, {"max_batch": 3}], ids=str)
 def test_a_sampled_text_does_not_depend_on_its_company(options):
     engine = Engine(model(), EXACT["official"], **options)
     requests = submit_all(engine, WARM)
-    submit_all(engine, Sampling(2.0, seed=1))
+    submit_all(engine, Sampling(2.0, seed=1), [W, 22])
     steps = 0
     while engine.busy:
         engine.step()
@@ -540,15 +543,15 @@ def fake_step(cache, slots, requests, *, decode_from, tails, features):
 
 @pytest.mark.parametrize(
     "steps_per_second",
-    [None, Throughput([1500, 4000, 6000], [1.0, 1.9, 4.0])],
+    [None, Throughput([800, 2000, 3000], [1.0, 1.9, 4.0])],
     ids=["all", "scheduled"],
 )
 def test_drafted_texts_have_the_models_law(monkeypatch, steps_per_second):
-    """1500 texts of four words in one batch, against all 256 texts' probabilities."""
+    """800 texts of four words in one batch, against all 256 texts' probabilities."""
     monkeypatch.setattr(model(), "step", fake_step)
-    engine = Engine(model(), EXACT["float32"], draft=True, max_batch=1500, exact=True, chunk=10**6)
+    engine = Engine(model(), EXACT["float32"], draft=True, max_batch=800, exact=True, chunk=10**6)
     engine.drafter, engine.steps_per_second = FakeDrafter(), steps_per_second
-    requests = [engine.submit([0], 5, Sampling(1.0, seed=s), stop=()) for s in range(1500)]
+    requests = [engine.submit([0], 5, Sampling(1.0, seed=s), stop=()) for s in range(800)]
     finish(engine)
     kept = [n for r in requests for n in r.accepted]
     assert min(kept) == 0

@@ -224,7 +224,10 @@ WRONG = {
     "one norm for the stack": ("axis=(-2, -1), keepdims=True", "keepdims=True"),
     "no epsilon": (" + 1e-7)", ")"),
     "cubic only": ("(b * gram + c * (gram @ gram))", "(b * gram)"),
-    "tall not turned back": ("return y.swapaxes(-1, -2) if is_tall else y", "return y.reshape(g.shape)"),
+    "tall not turned back": (
+        "return y.swapaxes(-1, -2) if is_tall",
+        "return y.reshape(g.shape) if is_tall",
+    ),
     "scale by the shorter side": ("max(direction.shape[-2:])", "min(direction.shape[-2:])"),
     "no Nesterov": ("return mu * momentum + g", "return momentum.copy()"),
     "damped gradient": ("momentum += g", "momentum += (1 - mu) * g"),
@@ -232,7 +235,7 @@ WRONG = {
     "decay without the rate": ("weight *= 1 - lr * decay", "weight *= 1 - decay"),
     "update not scaled by the rate": ("weight -= lr * update", "weight -= update"),
     "ascent": ("weight -= lr * update", "weight += lr * update"),
-}  # fmt: skip
+}
 
 
 def check(module):

@@ -4,7 +4,7 @@ Wherever something is taken back or freed, everything that no open request may r
 overwritten with NaN (`poison`), so that a stale row cannot look right by chance.
 """
 
-from itertools import product
+from types import SimpleNamespace
 
 import numpy as np
 import oracles
@@ -152,7 +152,7 @@ def histories(draw):
             max_size=4,
         )
     )
-    return SimpleLife(
+    return SimpleNamespace(
         prompt=draw(st.integers(1, 2 * W + 3)),
         rounds=rounds,
         end=draw(st.integers(1, W + 2)),
@@ -162,16 +162,8 @@ def histories(draw):
     )
 
 
-class SimpleLife:
-    def __init__(self, **values):
-        self.__dict__.update(values)
-
-    def __repr__(self):
-        return f"SimpleLife({self.__dict__})"
-
-
 @pytest.mark.parametrize("numerics", EXACT)
-@settings(max_examples=30, deadline=None, derandomize=True)
+@settings(max_examples=16, deadline=None, derandomize=True)
 @given(life=histories())
 def test_tokens_that_were_taken_back_leave_no_trace(model, numerics, life):
     """Beside a request that takes nothing back; both end as if each had been alone."""
@@ -254,6 +246,22 @@ def test_a_mark_is_for_one_request_and_leaves_the_others_alone(model):
     assert_same("b", got[2:], model.logits(ids[:12], EXACT["official"])[10:])
 
 
+def test_a_model_without_engram_takes_tokens_back_too():
+    config = CONFIG.but(engram_layer_ids=(), engram_num_embeddings=())
+    plain = Model(config, random_params(config, np.random.default_rng(0)))
+    ids, _ = tokens(8, seed=4)
+    want = plain.logits(ids, EXACT["float32"])
+    for kept in range(3):
+        cache = plain.new_cache(EXACT["float32"])
+        slot = plain.open(cache)
+        plain.step(cache, [slot], [ids[:5]])
+        mark(cache, slot, 2)
+        plain.step(cache, [slot], [[*ids[5 : 5 + kept], 1, 2][:2]])
+        rollback(cache, slot, 5 + kept)
+        got = plain.step(cache, [slot], [ids[5 + kept : 6 + kept]])
+        assert_same(f"kept {kept}", got[0], want[5 + kept])
+
+
 # ---- what is refused --------------------------------------------------------------------------
 
 
@@ -334,7 +342,9 @@ def test_slots_that_are_not_open_are_refused_by_number(marked, slot):
 
 
 @pytest.mark.parametrize("numerics", EXACT)
-@pytest.mark.parametrize(("length", "page_tokens"), product([1, W - 1, W, W + 1, 14], [2, 64]))
+@pytest.mark.parametrize(
+    ("length", "page_tokens"), [(1, 64), (W - 1, 2), (W, 64), (W + 1, 2), (14, 64), (14, 2)]
+)
 def test_a_request_comes_back_in_another_slot_as_if_it_had_stayed(
     model, numerics, length, page_tokens
 ):

@@ -247,12 +247,15 @@ WRONG = {
     "no mask": ("(norms > tau * np.mean(norms))", "(norms >= 0)"),
     "mean of used rows only": ("np.mean(norms)", "(np.sum(norms) / np.sum(norms > 0))"),
     "no root of n": ("return math.sqrt(g.shape[1]) * u", "return u"),
-    "root of the longer side": ("return math.sqrt(g.shape[1]) * u", "return math.sqrt(g.shape[0]) * u"),
+    "root of the longer side": ("math.sqrt(g.shape[1])", "math.sqrt(g.shape[0])"),
     "large epsilon": ("1e-3, 1e-20", "1e-3, 1e-2"),
     "no mask on the vectors": ("(n > tau * mean)", "(n >= 0)"),
-    "columns not shared": ("(x * x) @ s for x, s in zip(r, squares, strict=True)", "(x * x) @ s for x, s in zip(r[:1], squares[:1], strict=True)"),
+    "columns not shared": ("np.sqrt(sum((x * x) @ s for", "np.sqrt(max((x * x) @ s for"),
     "own mean per shard": ("(n > tau * mean)", "(n > tau * np.mean(n))"),
-    "empty columns grow": ("c = np.where(column > 0, c / (c * column + eps), c)", "c = c / (c * column + eps)"),
+    "empty columns grow": (
+        "np.where(column > 0, c / (c * column + eps), c)",
+        "c / (c * column + eps)",
+    ),
     "one column pass less": ("range(steps // 2)", "range(steps // 2 - 1)"),
     "no last row pass": ("return _row_pass(r, squares, c, eps), c", "return r, c"),
     "no Nesterov": ("    _add(g, grad, 1 - beta)\n", ""),
@@ -260,7 +263,7 @@ WRONG = {
     "no gamma": ("(gamma * lr *", "(lr *"),
     "decays": ("    weight -= ", "    weight *= 1 - 0.1 * lr\n    weight -= "),
     "even steps allowed": ("if steps % 2 == 0", "if False"),
-}  # fmt: skip
+}
 
 
 def check(module):

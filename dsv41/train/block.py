@@ -134,37 +134,48 @@ def sublayer_backward(dstreams, dpre, kept, name, function, p, layer, call, back
 def attention_backward(dy, x, p, layer, call, back):
     """dy, x (T, D) -> dx (T, D), gradients of the "attn" parameters; leaves sums in `back`."""
     config, numerics, positions = call.config, call.numerics, call.here.positions
-    freqs = frequencies(config, layer.ratio)
-    c_q, q = low_rank_queries(x, p, config, numerics)
-    own = window_kv(x, p, positions, freqs, config, numerics)
+    place = positions, frequencies(config, layer.ratio)
+    own = window_kv(x, p, *place, config, numerics)
     rows = own_rows(call.window_rows, call.batch, config.sliding_window)
-    reads = own, rows, *global_rows_of(layer, call), p["attn_sink"], numerics
-    o = rope_sparse_attn(q, positions, freqs, *reads)
-    do, output = grouped_output_backward(dy, o, p, config, numerics)
-    dq, down, dglobal, dsink, share = rope_sparse_attn_backward(do, q, positions, freqs, *reads)
-    dx, queries = low_rank_queries_backward(dq, x, p, config, numerics)
-    by_window, window = window_kv_backward(down, x, p, positions, freqs, config, numerics)
-    grads = {"attn_sink": dsink, **queries, **window, **output}
+    reads = own, rows, *global_rows_of(layer, call)
+    dx, records, share, grads = attend_backward(dy, x, p, place, reads, config, numerics)
+    by_window, window = window_kv_backward(records[0], x, p, *place, config, numerics)
+    dx, grads = dx + by_window, grads | window
     if layer.mode == "swa":
-        return dx + by_window, grads
-    _add(back.main_kv, layer.kv_source, dglobal)
+        return dx, grads
+    _add(back.main_kv, layer.kv_source, records[1])
     if back.index:
         _add(back.attention, layer.index_source, share)
-    by_source, more = sources_backward(x, c_q, p, layer, call, back)
-    return dx + by_window + by_source, grads | more
+    by_source, more = sources_backward(x, p, layer, call, back)
+    return dx + by_source, grads | more
 
 
-def sources_backward(x, c_q, p, layer, call, back):
+def attend_backward(dy, x, p, place, reads, config, numerics):
+    """From the output back to the queries and to the records: place = positions, freqs; reads =
+    window, window_rows, global_kv, global_rows
+    -> dx by the queries, (dwindow, dglobal), share, gradients of queries, sink and output.
+    """
+    _, q = low_rank_queries(x, p, config, numerics)
+    reads = *reads, p["attn_sink"], numerics
+    do, output = grouped_output_backward(
+        dy, rope_sparse_attn(q, *place, *reads), p, config, numerics
+    )
+    dq, dwindow, dglobal, dsink, share = rope_sparse_attn_backward(do, q, *place, *reads)
+    dx, queries = low_rank_queries_backward(dq, x, p, config, numerics)
+    return dx, (dwindow, dglobal), share, {"attn_sink": dsink, **queries, **output}
+
+
+def sources_backward(x, p, layer, call, back):
     """What a layer's readers want of it as an index source and as a KV source -> dx, gradients."""
     dx, queries, grads = 0, {}, {}
     if layer.selects and back.index:
-        queries = select_backward(x, c_q, p["indexer"], layer, call, back)
+        queries = select_backward(x, p, layer, call, back)
     if layer.mode == "full":
         dx, grads = write_global_kv_backward(x, p, layer, call, back)
     return dx, add_grads(grads, {"indexer": queries} if queries else {})
 
 
-def select_backward(x, c_q, p, layer, call, back):
+def select_backward(x, p, layer, call, back):
     """The index loss of a layer that selects -> gradients of its index queries.
 
     Adds the gradient by the source's keys to `back`. The gradients by x and c_q are dropped: to the
@@ -172,7 +183,8 @@ def select_backward(x, c_q, p, layer, call, back):
     """
     config, numerics, positions = call.config, call.numerics, call.here.positions
     freqs = frequencies(config, layer.ratio)
-    q, w = index_queries(x, c_q, p, positions, freqs, config, numerics)
+    c_q, _ = low_rank_queries(x, p, config, numerics)
+    q, w = index_queries(x, c_q, p["indexer"], positions, freqs, config, numerics)
     rows, target = global_rows_of(layer, call)[1], back.attention.pop(layer.index)
     keys = call.cache.index[layer.kv_source]
     dq, dw = np.zeros_like(q), np.zeros_like(w)
@@ -186,7 +198,8 @@ def select_backward(x, c_q, p, layer, call, back):
         dq[at], dw[at], dnear = index_scores_backward(dscores, q[at], w[at], near, numerics)
         add_rows(dkeys, dnear, rows[at])
     _add(back.keys, layer.kv_source, dkeys)
-    return index_queries_backward(dq, dw, x, c_q, p, positions, freqs, config, numerics)[2]
+    rest = p["indexer"], positions, freqs, config, numerics
+    return index_queries_backward(dq, dw, x, c_q, *rest)[2]
 
 
 def _query_blocks(x, config):

@@ -33,7 +33,7 @@ STOPWORDS = frozenset("the of and to a in is that for it as with be this not are
 STOPWORD_SHARE = 0.12  # prose has 0.25 and more, a list of names almost none
 
 QUOTES = str.maketrans("‘’‚“”„′″‐‑", "'''\"\"\"'\"--")
-ADDRESS = re.compile(r"<?\b(?:(?:https?|ftp|git|news)://|mailto:)[^\s<>\"')\]]+>?")
+ADDRESS = re.compile(r"<?\b(?:(?:https?|ftp|git|news)://|mailto:|www\.)[^\s<>\"')\]]+>?")
 MAIL = re.compile(r"<?\b[\w.+-]+@[\w-]+(?:\.[\w-]+)+>?")
 HIDDEN = re.compile("[\0-\x08\x0b-\x1f\x7f-\x9f\xad\u200b-\u200f\u2028-\u202e\u2060-\u206f\ufeff¶]")
 DRAWING = re.compile("(?m)^.*[\u2500-\u259f].*\n?")
@@ -279,7 +279,7 @@ def is_prose(text):
 DROPPED = set("script style nav head header footer button select svg details note".split())
 FURNITURE = set(  # classes that the manuals give to menus, link marks and jump lists
     """sphinxsidebar related headerlink navheader navfooter toc toctree-wrapper quickview up top
-    bottomlang toplang preamble fancyformat searchmenu mainmenu nosearch tblclose lineno mark
+    bottomlang toplang fancyformat searchmenu mainmenu nosearch tblclose lineno mark
     srclink api_stability comments_section""".split()
 )
 PARAGRAPHS = set("p div h1 h2 h3 h4 h5 h6 pre table ul ol dl blockquote section chapter".split())
