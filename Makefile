@@ -4,13 +4,16 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test lint bench figures clean
+.PHONY: demo test test-gpu lint bench figures clean
 
 demo: $(STAMP)
 	$(RUN) -m dsv41 demo
 
 test: $(STAMP) lint
 	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -q -n auto tests
+
+test-gpu:
+	PYTHONPATH=.:kernels $(PYTHON) -m pytest -q -m gpu tests
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

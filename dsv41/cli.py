@@ -5,6 +5,8 @@
     verify    which tensor of another run departs from ours first?
     generate  what does the model write?
     ledger    how many parameters, bytes and FLOPs, for every model of the family?
+    data      where does the training text come from?
+    train     can it learn?
     bench     how fast is the plain text on this machine?
 
 A user's mistake ends with one line on stderr and exit code 2.
@@ -75,6 +77,20 @@ def _parser():
     generate.add_argument("--numerics", choices=("official", "float32"), default="official")
     generate.add_argument("--chat", action="store_true", help="wrap the prompt as a user's turn")
     generate.add_argument("--effort", type=int, help="reasoning effort 1-100, with --chat")
+
+    train = add("train", _train, "train a model from a run description; resumes where it stopped")
+    train.add_argument("config", type=Path, help="JSON file: model, run, recall")
+    train.add_argument("--corpus", type=Path, default=Path("out/corpus"))
+    train.add_argument("--out", type=Path, default=Path("out/run"))
+    train.add_argument("--device", choices=("cpu", "cuda"), default="cpu")
+    train.add_argument("--minutes", type=float, help="stop, saved, after so many minutes")
+
+    data = add("data", _data, "build the training corpus from freely licensed packages")
+    data.add_argument("--out", type=Path, default=Path("out/corpus"))
+    data.add_argument(
+        "--ship", action="store_true", help="also train the tokenizer and renew data/"
+    )
+    data.add_argument("--baselines", action="store_true", help="also measure xz and a 5-gram model")
 
     ledger = add("ledger", _ledger, "parameters, FLOPs and cache bytes of the model family")
     ledger.add_argument("dir", nargs="?", type=Path, help="a checkpoint directory or config.json")
@@ -229,6 +245,18 @@ def _prefix(model, numerics, arguments):
 def _show_progress(done, total):
     width = 30 * done // total
     print(f"\rprompt [{'#' * width:<30}] {done}/{total}", end="", file=sys.stderr, flush=True)
+
+
+def _train(arguments):
+    from .train.command import main_train
+
+    main_train(arguments)
+
+
+def _data(arguments):
+    from .train.data import main_data
+
+    main_data(arguments)
 
 
 def _ledger(arguments):

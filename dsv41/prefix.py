@@ -38,8 +38,9 @@ class Resumed:
 class PrefixCache:
     """Saves and resumes requests of one model and numerics through a Store.
 
-    store: an object with get, put and longest over byte keys. pool: a WindowPool or None. period:
-    tokens between the checkpoints of the periodic strategy, a multiple of the cache's page_tokens.
+    store: an object with get, put, put_many and longest over byte keys. pool: a WindowPool or
+    None. period: tokens between the checkpoints of the periodic strategy, a multiple of the cache's
+    page_tokens.
     """
 
     def __init__(self, model, store, strategy="bounded", pool=None, period=1024):
@@ -142,8 +143,8 @@ class PrefixCache:
         if length // block <= self.saved.get(slot, 0):
             return
         keys = block_keys(ids[:length], block)
-        for number in range(self.saved.get(slot, 0), len(keys)):
-            self.store.put(keys[number], cache.get_block(slot, number))
+        new = range(self.saved.get(slot, 0), len(keys))
+        self.store.put_many((keys[number], cache.get_block(slot, number)) for number in new)
         self.saved[slot] = len(keys)
         if length % block == 0:
             self._save_windows(cache, slot, length, keys[-1])

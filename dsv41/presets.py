@@ -4,6 +4,7 @@
 nine layers and every mechanism of the real plan: two window-only layers, two ratio-2 sources with
 a Reuse layer, a ratio-1 decoder whose first layer publishes a pool and whose third reindexes in
 it, two Engram modules, four streams. It is the config of the reference data in tests/golden.
+"mini" is trained with this package and shipped in data/mini.
 """
 
 from .config import Config, RopeScaling, VisionConfig
@@ -125,4 +126,35 @@ def _tiny():
     )
 
 
-_PRESETS = {"v4.1-flash": _v41_flash, "tiny": _tiny}
+def _mini():
+    """Twelve layers that are trained on text and shipped in data/mini: the real plan in small."""
+    return _tiny().but(
+        vocab_size=4096,
+        hidden_size=128,
+        num_hidden_layers=12,
+        num_attention_heads=8,
+        o_lora_rank=64,
+        swiglu_limit=10.0,
+        n_routed_experts=16,
+        sliding_window=64,
+        compress_ratios=(0, 0, 2, 2, 2, 2, *[1] * 6, 0, 0, 0),
+        kv_source_layer_ids=(2, 4, 6),
+        index_source_layer_ids=(2, 4, 6, 8, 10),
+        index_topk=64,
+        candidate_source_layer_id=6,
+        candidate_topk_blocks=64,
+        candidate_block_size=8,
+        engram_num_embeddings=(24_562, 25_586),
+        engram_vocab_size=2000,
+        engram_n_heads=4,
+        engram_compressed_vocab_size=3111,
+        dspark_block_size=5,
+        dspark_noise_token_id=9,
+        dspark_target_layer_ids=(9, 10, 11),
+        image_token_id=8,
+        max_position_embeddings=65_536,
+        vision_config=None,
+    )
+
+
+_PRESETS = {"v4.1-flash": _v41_flash, "tiny": _tiny, "mini": _mini}

@@ -4,9 +4,8 @@ A segment file is a row of records, each on a multiple of 64 bytes:
 
     magic 4 | key bytes 4 | payload bytes 8 | fingerprint 16 | checksum 16 | key, pad | payload, pad
 
-The checksum is a BLAKE2b over lengths, key and payload, keyed by the fingerprint of the model, so a
-record of other weights does not verify. CRC-32 is four times faster, but binds nothing and passes
-one damaged block in 2^32; a block of 64 tokens (57 KB) takes about 0.1 ms, far below its prefill.
+The checksum is BLAKE2b over lengths, key and payload, keyed by the model's fingerprint. CRC-32 is
+four times faster, but binds nothing and passes one damaged block in 2^32; 57 KB take 0.1 ms.
 
 Other processes map segments, and reading a map whose file lost bytes kills the process. So a record
 that was ever listed is never overwritten or cut off: a segment is appended to, or removed as a

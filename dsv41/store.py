@@ -5,11 +5,10 @@
     blocks = [store.get(h) for h in hashes[:n]]      verified; None where one is damaged after all
     store.put_many(zip(hashes[n:], payloads[n:]))
 
-Blocks are addressed by a hash of their content and of all before them, so an entry never changes.
-Any number of processes and threads share a directory. What was used longest ago is forgotten first.
-
-A cache must not break its user: a full disk, a busy or damaged index, a refused write give a miss
-or False, one warning, and `last_error`. Only opening what is not a store raises StoreError.
+A block's key hashes it and all before it, so an entry never changes. Any number of processes and
+threads share a directory; what was used longest ago is forgotten first. A cache must not break its
+user: a full disk, a busy or damaged index, a refused write give a miss or False, one warning and
+`last_error`; only opening what is not a store raises StoreError.
 Files: `segments` (the bytes), `store_index` (SQLite), `store_files` (the order of writes).
 Source: reports, sections 3.2.1 (V4.1) and 3.5.2 (V4). Left out: sharing between machines, a minimum
 lifetime, an open store in a forked child.

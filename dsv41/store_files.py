@@ -3,10 +3,8 @@
 The order of an append: lock a segment with room, cut what lies behind the last listed record, write
 whole records, list them in one transaction, unlock. A process killed anywhere leaves bytes that no
 index lists; the next writer of that segment cuts them off, and so does whoever opens the store.
-Nothing else has to be undone. Each writer that finds the segments taken starts one of its own, so
-writers do not wait for each other's bytes, only for the short transaction.
-
-The order of a removal: lock, unlist, unlink. In between, a file that no index knows is left over.
+A writer that finds the segments taken starts one of its own, so writers do not wait for each
+other's bytes, only for the short transaction. To remove a segment: lock, unlist, unlink.
 
 Nothing is synced to the disk. That matters only when the machine stops: the index may then list
 bytes that never arrived. They do not verify, the block counts as missing, and is computed again.

@@ -184,14 +184,17 @@ def evict(report, directory, seconds):
 
 
 def open_at_once(directory, count):
-    """Processes open a store that does not exist yet. -> records stored."""
-    ends = [finish(*worker) for worker in [start(_open, directory, n) for n in range(count)]]
+    """Processes open a store that does not exist yet, in the same instant. -> records stored."""
+    instant = time.monotonic() + 0.1
+    workers = [start(_open, directory, n, instant) for n in range(count)]
+    ends = [finish(*worker) for worker in workers]
     assert [code for code, _ in ends] == [0] * count
     with check_directory(directory) as store:
         return len(served(store, range(count)))
 
 
-def _open(report, directory, number):
+def _open(report, directory, number, instant):
+    time.sleep(max(0, instant - time.monotonic()))
     with Store(directory, FINGERPRINT) as store:
         assert store.put(*item_of(number)), store.last_error
 

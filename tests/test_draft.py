@@ -136,7 +136,7 @@ def traced_block(drafter, slot, anchor, seen):
     trace, found = {}, {}
     drafter.hidden([slot], [anchor], trace)
     for name, value in trace.items():
-        found[f"step0.M{int(name[1:3])}.{name[4:]}"] = value
+        found[f"step0.{name}"] = value
     for stage in range(STAGES):
         at = f"step0.M{stage}"
         kv = drafter.cache.numerics.window_kv.decode(seen.contexts[stage][1], 64)

@@ -430,6 +430,31 @@ def assert_rings_of(engine, request):
         assert_same(f"ring of stage {stage}", got[rows], want.rings[stage][slot][rows])
 
 
+def test_a_request_that_comes_back_still_has_its_features():
+    """A short and a long one are put aside, and come back in each other's slot."""
+    engine, seen = Engine(model(), EXACT["float32"], draft=True), {}
+
+    def held(request):
+        first, rings = engine.drafter.take(request.slot)
+        return request.slot, first, np.array(rings)
+
+    def wanted(request):
+        seen[len(request.prompt)] = held(request)
+        return [0] * BLOCK
+
+    script(engine, wanted)
+    requests = submit_all(engine, lengths=(3, 13))
+    engine.step()
+    before = {len(r.prompt): held(r) for r in requests}
+    for request in requests[::-1]:
+        engine.preempt(request)
+    assert not engine.drafter.first
+    engine.step()
+    for length, (slot, first, rings) in before.items():
+        assert seen[length][:2] == (1 - slot, first)
+        assert_same("rings", seen[length][2], rings)
+
+
 def test_a_bounded_prefill_leaves_features_of_its_last_window():
     engine = Engine(model(), EXACT["float32"], draft=True, chunk=9)
     short, long = submit_all(engine, lengths=(3, 13))

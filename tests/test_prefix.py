@@ -29,6 +29,9 @@ class Memory(dict):
     def put(self, key, payload):
         self[key] = bytes(payload)
 
+    def put_many(self, items):
+        self.update((key, bytes(payload)) for key, payload in items)
+
 
 def run(prompt, numerics, prefix=None, **options):
     """-> the finished request and its engine."""

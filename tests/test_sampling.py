@@ -187,7 +187,7 @@ def test_a_share_need_not_be_normalised():
 
 @pytest.mark.parametrize("u", [0.0, 5e-324, 0.5, 0.99999994, LAST])
 def test_a_token_without_a_share_is_never_drawn(u):
-    for law in ([0, 0, 1, 0, 0], [0, 0.1, 0.2, 0, 0.3, 0], [0.1] * 7 + [0] * 3, [0, 1e-300, 0]):
+    for law in ([0, 0, 1, 0, 0], [0, 0.1, 0.2, 0, 0.3, 0], [0.1] * 7 + [0] * 3, [0, 5e-324, 0]):
         assert law[draw(np.array(law), Scripted(u))] > 0
 
 

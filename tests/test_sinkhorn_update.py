@@ -250,7 +250,7 @@ WRONG = {
     "root of the longer side": ("math.sqrt(g.shape[1])", "math.sqrt(g.shape[0])"),
     "large epsilon": ("1e-3, 1e-20", "1e-3, 1e-2"),
     "no mask on the vectors": ("(n > tau * mean)", "(n >= 0)"),
-    "columns not shared": ("np.sqrt(sum((x * x) @ s for", "np.sqrt(max((x * x) @ s for"),
+    "columns not shared": ("sum((x * x) @ s for", "next((x * x) @ s for"),
     "own mean per shard": ("(n > tau * mean)", "(n > tau * np.mean(n))"),
     "empty columns grow": (
         "np.where(column > 0, c / (c * column + eps), c)",

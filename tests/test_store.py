@@ -208,9 +208,10 @@ def test_a_chain_dies_from_its_end(directory):
             store.get(b"%02d" % number)
         store.put_many(map(thousand, range(10, 13)))
         assert kept(store, range(20)) == [0, 1, 2, 3, 10, 11, 12]
-        store.put_many(map(thousand, range(4)))
         store.put_many(map(thousand, range(20, 22)))
         assert kept(store, range(30)) == [0, 1, 2, 3, 10, 20, 21]
+        assert store.put_many(map(thousand, [0, 1, 2, 3, 10])) == 0  # found again: used again
+        assert store.longest([b"30"]) == 0  # another request
         store.put_many(map(thousand, range(30, 35)))
         assert kept(store, range(40)) == [0, 1, 2, 30, 31, 32, 33, 34]
 
@@ -692,6 +693,51 @@ def test_a_segment_that_another_process_holds(directory):
         store._index.change("DELETE FROM records")
         store.evict()
         assert len(list_segments(directory)) == 1  # it may be about to list something there
+
+
+def test_a_segment_that_another_process_holds_is_not_moved(directory):
+    with Store(directory, FINGERPRINT, budget=64 * 1024, segment_bytes=4 * 1024) as store:
+        store.put_many(map(thousand, range(64)))
+        store.touch([b"%02d" % n for n in range(0, 64, 4)])
+        store.budget //= 2
+        held = store._index.place(store.fingerprint, b"00")[0]
+        with segments.locked(segment_path(directory, held)) as fd:
+            assert fd is not None and store.evict() > 0
+            assert held in list_segments(directory)
+        assert store._index.place(store.fingerprint, b"00")[0] == held
+
+
+def test_what_a_killed_writer_left_is_cut_off_by_the_next(directory):
+    with Store(directory, FINGERPRINT) as store:
+        store.put(*item_of(0))
+        with open(only_segment(directory), "ab") as file:
+            file.write(b"torn" * 5000)
+        assert store.put(*item_of(1)) and served(store, range(2)) == {0, 1}
+        (row,) = store._index.segments()
+        assert row[1] == only_segment(directory).stat().st_size
+
+
+def test_a_record_forgotten_while_it_is_moved(directory, monkeypatch):
+    """SQLite gives the number of a deleted row to the next new one."""
+    with Store(directory, FINGERPRINT) as store, Store(directory, FINGERPRINT) as other:
+        store.put(*item_of(1))
+        (segment,), write_record = list_segments(directory), store_files.write_record
+
+        def late(*arguments):
+            monkeypatch.setattr(store_files, "write_record", write_record)
+            other._index.change("DELETE FROM records")
+            assert other.put(*item_of(2))
+            return write_record(*arguments)
+
+        monkeypatch.setattr(store_files, "write_record", late)
+        assert store._files.compact(segment) == 0
+        assert served(store, (1, 2)) == {2} and store.stats["corrupt"] == 0
+
+
+def test_a_commit_does_not_wait_for_the_disk(directory):
+    with Store(directory, FINGERPRINT) as store:
+        assert store._index.one("PRAGMA journal_mode") == "wal"
+        assert store._index.one("PRAGMA synchronous") == 1
 
 
 def test_an_interrupt_after_the_commit_loses_nothing(directory, monkeypatch):

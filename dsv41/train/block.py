@@ -4,16 +4,15 @@ Forwards, a sublayer is x = RMSNorm(collapse(X, A)), y = f(x), X' = update(X, y)
 for the next one. Backwards the same steps in reverse: dX' and dA' come in, dX and dA go out, where
 dX is the sum of what the update, the collapse and the coefficients passed on.
 
-What layers share flows sideways, from a reader to the source it read, and waits in `Back`:
+What layers share flows sideways, from a reader to the source that it read, and waits in `Back`:
 
-    main KV    dK of every Full, Reuse and Reindex reader, added up until the source is reached
-    index keys the same, from every index source that scored them
-    attention  of every reader of a selection, added up: the target of its index source
+    main KV      dK of every Full, Reuse and Reindex reader, added up
+    index keys   the same, of every index source that scored them
+    attention    of every reader of a selection, added up: the target of its index source
 
-Readers come behind their sources, so going backwards a source finds the sums complete; it takes
-them out, and nothing outlives its last use. Kept from the forward pass are the streams, `pre` and y
-of every sublayer and the call's records and selections; everything inside a sublayer is computed
-again by the backward functions. Source: csa2.py and ced.py.
+Readers stand behind their sources, so on the way back a source finds complete sums and takes them
+out. Kept from the forward pass are streams, `pre` and y of every sublayer and the call's records
+and selections; what is inside a sublayer is computed again. Source: csa2.py and ced.py.
 """
 
 from dataclasses import dataclass, field
@@ -23,8 +22,8 @@ import numpy as np
 from ..ced import moe, sublayer
 from ..compress import compress
 from ..csa2 import attention, global_rows_of
-from ..dispatch import beside, block_elements
-from ..indexer import index_queries, index_scores
+from ..dispatch import beside
+from ..indexer import index_queries
 from ..mhc import hc_coefficients, hc_collapse
 from ..moe import route
 from ..ops import matmul_rows, rmsnorm, sqrt_softplus
@@ -34,11 +33,11 @@ from ..sparse_attn import rope_sparse_attn
 from ..window import window_kv
 from .compress import compress_backward, main_kv_backward
 from .engram import engram_backward, engram_forward
-from .indexer import index_keys_backward, index_queries_backward, index_scores_backward
-from .losses import balance_loss, index_loss
+from .indexer import index_keys_backward, index_queries_backward, selection_backward
+from .losses import balance_loss
 from .mhc import hc_coefficients_backward, hc_collapse_backward, hc_update_backward
 from .moe import moe_experts_backward, route_backward
-from .ops import add_grads, add_rows, rmsnorm_backward
+from .ops import add_grads, rmsnorm_backward
 from .projections import grouped_output_backward, low_rank_queries_backward
 from .sparse_attn import rope_sparse_attn_backward
 from .window import own_rows, window_kv_backward
@@ -181,32 +180,17 @@ def select_backward(x, p, layer, call, back):
     Adds the gradient by the source's keys to `back`. The gradients by x and c_q are dropped: to the
     indexer they are constants.
     """
-    config, numerics, positions = call.config, call.numerics, call.here.positions
-    freqs = frequencies(config, layer.ratio)
+    config, numerics, source = call.config, call.numerics, layer.kv_source
     c_q, _ = low_rank_queries(x, p, config, numerics)
-    q, w = index_queries(x, c_q, p["indexer"], positions, freqs, config, numerics)
-    rows, target = global_rows_of(layer, call)[1], back.attention.pop(layer.index)
-    keys = call.cache.index[layer.kv_source]
-    dq, dw = np.zeros_like(q), np.zeros_like(w)
-    dkeys = np.zeros((len(keys), config.index_head_dim), x.dtype, like=x)
-    for at in _query_blocks(x, config):
-        near = keys[np.maximum(rows[at], 0)]
-        scores = index_scores(q[at], w[at], near, numerics)
-        losses, dscores = index_loss(scores, rows[at] >= 0, target[at])
-        back.losses["index"] += np.sum(losses) / len(x)
-        dscores = dscores * (back.index / len(x))
-        dq[at], dw[at], dnear = index_scores_backward(dscores, q[at], w[at], near, numerics)
-        add_rows(dkeys, dnear, rows[at])
-    _add(back.keys, layer.kv_source, dkeys)
-    rest = p["indexer"], positions, freqs, config, numerics
-    return index_queries_backward(dq, dw, x, c_q, *rest)[2]
-
-
-def _query_blocks(x, config):
-    """Slices of the rows of x, so that the keys of a block's queries stay small."""
-    per_query = config.index_topk * max(config.index_head_dim, config.index_n_heads)
-    step = max(1, block_elements(x) // per_query)
-    return [slice(begin, begin + step) for begin in range(0, len(x), step)]
+    place = call.here.positions, frequencies(config, layer.ratio), config, numerics
+    q, w = index_queries(x, c_q, p["indexer"], *place)
+    rows, attention = global_rows_of(layer, call)[1], back.attention.pop(layer.index)
+    loss, dq, dw, dkeys = selection_backward(
+        q, w, call.cache.index[source], rows, attention, back.index / len(x), numerics
+    )
+    back.losses["index"] += loss / len(x)
+    _add(back.keys, source, dkeys)
+    return index_queries_backward(dq, dw, x, c_q, p["indexer"], *place)[2]
 
 
 def write_global_kv_backward(x, p, layer, call, back):

@@ -243,8 +243,8 @@ class FiveGram:
     def _grams(self, ids):
         """ids (n,) -> (n,) int64: each token with the four before it."""
         padded = np.concatenate([np.zeros(self.order - 1, np.int64), ids])
-        windows = np.lib.stride_tricks.sliding_window_view(padded, self.order)
-        return windows @ self.base ** np.arange(self.order - 1, -1, -1)
+        power = self.base ** np.arange(self.order - 1, -1, -1)
+        return sum(padded[k : k + len(ids)] * power[k] for k in range(self.order))
 
     def probabilities(self, ids):
         """ids (n,) of one document -> (n,) float64: of each token, given those before it."""

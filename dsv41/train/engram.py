@@ -10,15 +10,15 @@ x / rms(x), for every stream
     dX = dX' + da (q_w k_w n(key) / sqrt(D) - a n(X) / D) / rms(X)       dkey alike, without dX'
 
 Where |a| is below its floor of 1e-6 the gate does not move, and inside an image it is shut: neither
-passes anything to a. While training, the table is the float master of all its rows, `embed.weight`
-(rows, C) without scales. The hash is a function of token ids and has no gradient.
+passes anything to a. A table that is trained is a float master, `embed.weight` (rows, C) without
+scales; one of codes and scales is read as well, for a model that is frozen.
 Source: engram.py, differentiated.
 """
 
 import numpy as np
 
-from ..dispatch import op
-from ..engram import engram_gate
+from ..dispatch import beside, op
+from ..engram import engram_gate, read_rows
 from ..ops import linear_fp8, sigmoid
 from .ops import linear_fp8_backward, sum_rows
 
@@ -34,8 +34,13 @@ def engram_forward(streams, rows, p, is_image, config, numerics):
 
 def _recall(rows, p, shape, numerics):
     """-> memory (T, columns * C), key (T, S, D), value (T, D)."""
-    memory = p["embed"]["weight"][rows].reshape(len(rows), -1)
-    kv = linear_fp8(memory, p["wkv"]["weight"], numerics)
+    table, weight = p["embed"], p["wkv"]["weight"]
+    if "scale" in table:
+        memory = read_rows(table, rows)
+    else:
+        memory = table["weight"][beside(rows, table["weight"])].reshape(len(rows), weight.shape[1])
+    memory = beside(memory, weight)  # the table may stay in host memory
+    kv = linear_fp8(memory, weight, numerics)
     split = shape[1] * shape[2]
     return memory, kv[:, :split].reshape(shape), kv[:, split:]
 
@@ -74,6 +79,8 @@ def engram_backward(dnew, streams, rows, p, is_image, config, numerics):
     )
     dkv = np.concatenate([dkey.reshape(len(rows), -1), dvalue], axis=1)
     dmemory, dwkv = linear_fp8_backward(dkv, memory, p["wkv"]["weight"], numerics)
-    dtable = sum_rows(dmemory.reshape(rows.size, -1), rows.ravel())
+    dtable = sum_rows(
+        dmemory.reshape(rows.size, dmemory.shape[1] // rows.shape[1]), beside(rows.ravel(), dmemory)
+    )
     grads = {"q_weight": dq, "k_weight": dk, "wkv": {"weight": dwkv}, "embed": {"weight": dtable}}
     return dstreams, grads

@@ -17,9 +17,11 @@ they move wk. MXFP4 rounding is passed straight through. Source: indexer.py, dif
 
 import numpy as np
 
-from ..dispatch import op
+from ..dispatch import block_elements, op
+from ..indexer import index_scores
 from ..ops import linear
-from .ops import linear_backward, linear_fp8_backward, rmsnorm_backward
+from .losses import index_loss
+from .ops import add_rows, linear_backward, linear_fp8_backward, rmsnorm_backward
 from .rope import rotate_backward
 
 
@@ -33,6 +35,28 @@ def index_scores_backward(dscores, q, w, keys, numerics):
     dw = np.sum(np.maximum(dots, 0) * dscores[:, None], axis=-1)
     ddots = np.where(dots > 0, dscores[:, None] * w[:, :, None], 0)
     return ddots @ k, dw, ddots.transpose(0, 2, 1) @ q
+
+
+def selection_backward(q, w, keys, rows, attention, weight, numerics):
+    """The index loss of all queries, in blocks, so that no (T, K, J) exists.
+
+    q (T, I, J), w (T, I), keys (N, Z) records, rows (T, K) those each query selected, -1 padded,
+    attention (T, K) what they got -> sum of the losses, and with `weight` on each query's loss
+    dq (T, I, J), dw (T, I), dkeys (N, J) by the decoded keys.
+    """
+    loss, dq, dw = 0.0, np.zeros_like(q), np.zeros_like(w)
+    dkeys = np.zeros((len(keys), q.shape[2]), q.dtype, like=q)
+    step = max(1, block_elements(q) // (rows.shape[1] * max(q.shape[1:])))
+    for begin in range(0, len(q), step):
+        at = slice(begin, begin + step)
+        near = keys[np.maximum(rows[at], 0)]
+        scores = index_scores(q[at], w[at], near, numerics)
+        losses, dscores = index_loss(scores, rows[at] >= 0, attention[at])
+        loss = loss + np.sum(losses)
+        grads = index_scores_backward(weight * dscores, q[at], w[at], near, numerics)
+        dq[at], dw[at], dnear = grads
+        add_rows(dkeys, dnear, rows[at])
+    return loss, dq, dw, dkeys
 
 
 def index_keys_backward(dkeys, latent, p, positions, freqs, config, numerics):

@@ -68,7 +68,7 @@ def draft_loss(logits, confidence, targets, p_main):
     (n, V) the main model's probabilities -> losses {name: (n,)}, dlogits (n, V), dconfidence (n,).
     """
     ce, dlogits = cross_entropy(logits, targets)
-    p = np.exp(_log_softmax(logits))
+    p = softmax(logits)
     distance = np.sum(np.abs(p - p_main), axis=1)
     sign = np.sign(p - p_main)
     dtv = p * (sign - np.sum(sign * p, axis=1, keepdims=True))
@@ -78,6 +78,11 @@ def draft_loss(logits, confidence, targets, p_main):
     dlogits = weights["ce"] * dlogits + weights["tv"] * dtv
     dconfidence = weights["confidence"] * (sigmoid(confidence) - label)
     return {"ce": ce, "tv": distance, "confidence": bce}, dlogits, dconfidence
+
+
+def softmax(z):
+    """z (..., V) -> probabilities (..., V)."""
+    return np.exp(_log_softmax(z))
 
 
 def _log_softmax(z):

@@ -25,7 +25,7 @@ from ..dispatch import beside, block_elements
 from ..formats import round_bf16
 from ..mhc import hc_collapse, initial_streams
 from ..model import engram_rows
-from ..ops import matmul_rows, rmsnorm
+from ..ops import matmul_rows, rmsnorm, rows
 from ..quant import FLOAT32, WEIGHT_FP4, WEIGHT_FP8, dequantize_tiles, quantize_tiles
 from ..tensors import expected_tensors, flatten, nest
 from .block import Back, block_backward, block_forward
@@ -52,16 +52,16 @@ class Documents:
 
     def targets(self):
         """-> rows (n,) that have something to predict, and the tokens (n,) that follow them."""
-        rows, tokens, begin = [], [], 0
+        found, tokens, begin = [], [], 0
         for i, ids in enumerate(self.ids):
             asked = np.ones(len(ids), bool) if self.wanted is None else np.asarray(self.wanted[i])
             if self.types is not None:
                 asked = asked & (np.asarray(self.types[i]) == TEXT)
             at = np.flatnonzero(asked[1:])
-            rows.append(begin + at)
+            found.append(begin + at)
             tokens.append(np.asarray(ids)[at + 1])
             begin += len(ids)
-        return np.concatenate(rows), np.concatenate(tokens)
+        return np.concatenate(found), np.concatenate(tokens)
 
 
 @dataclass(frozen=True)
@@ -84,11 +84,7 @@ def loss_and_grads(params, config, documents, numerics=FLOAT32, options=None):
     documents = documents if isinstance(documents, Documents) else Documents(list(documents))
     options = options or Options()
     call = open_call(params, config, documents, numerics, options.classes)
-    streams, pre = initial_streams(embed(params, documents, call), config.hc_mult)
-    kept = []
-    for layer in config.plan:
-        streams, pre, more = block_forward(streams, pre, params["layers"][layer.index], layer, call)
-        kept.append(more)
+    streams, pre, kept = run_forward(params, documents, call)
     back = Back(options.balance, options.index)
     loss, dstreams, dpre, grads = read_out(streams, pre, params, documents.targets(), call)
     grads["layers"] = {}
@@ -101,6 +97,20 @@ def loss_and_grads(params, config, documents, numerics=FLOAT32, options=None):
     info |= {"targets": len(documents.targets()[0]), "load": back.load}
     total = loss + options.balance * info["balance"] + options.index * info["index"]
     return total, grads, info
+
+
+def evaluate(params, config, documents, numerics=FLOAT32, options=None):
+    """The same documents without gradients -> nats of all predicted tokens together, how many."""
+    documents = documents if isinstance(documents, Documents) else Documents(list(documents))
+    call = open_call(params, config, documents, numerics, (options or Options()).classes)
+    streams, pre, _ = run_forward(params, documents, call)
+    at, tokens = (beside(x, streams) for x in documents.targets())
+    x, head = last_x(streams[at], pre[at], params, call), params["head"]["weight"]
+    pieces = (
+        cross_entropy(matmul_rows(x[rows], head, numerics), tokens[rows])[0]
+        for rows in row_blocks(x, head)
+    )
+    return sum(float(np.sum(nats)) for nats in pieces), len(x)
 
 
 def open_call(params, config, documents, numerics, classes=None):
@@ -116,7 +126,7 @@ def open_call(params, config, documents, numerics, classes=None):
 def embed(params, documents, call):
     """-> (T, D): the ids' rows, or the given embeddings where a token is part of an image."""
     weight = params["embed"]["weight"]
-    out = weight[beside(call.batch.ids, weight)]
+    out = rows(weight, beside(call.batch.ids, call.cache.like))
     if documents.images is not None:
         out[call.is_image] = documents.images
     return call.numerics.store(out)
@@ -130,6 +140,23 @@ def embed_backward(dx, params, documents, call):
     weight = np.zeros_like(params["embed"]["weight"])
     add_rows(weight, dx, ids)
     return {"weight": weight}, images
+
+
+def run_forward(params, documents, call):
+    """All blocks -> streams (T, S, D), pre (T, S), and what each layer's backward needs."""
+    streams, pre = initial_streams(embed(params, documents, call), call.config.hc_mult)
+    kept = []
+    for layer in call.config.plan:
+        p = params["layers"][layer.index]
+        streams, pre, more = block_forward(streams, pre, p, layer, call)
+        kept.append(more)
+    return streams, pre, kept
+
+
+def last_x(streams, pre, params, call):
+    """What the head reads, (T, D)."""
+    x = hc_collapse(streams, pre, call.numerics)
+    return rmsnorm(x, params["norm"]["weight"], call.config.rms_norm_eps, call.numerics)
 
 
 def read_out(streams, pre, params, targets, call):
@@ -151,14 +178,18 @@ def read_out(streams, pre, params, targets, call):
 def head_loss(x, head, targets, numerics):
     """x (n, D), head (V, D), targets (n,) -> mean loss, dx (n, D), dhead (V, D)."""
     total, dx, dhead = 0.0, np.zeros_like(x), np.zeros_like(head)
-    step = max(1, block_elements(x) // len(head))
-    for begin in range(0, len(x), step):
-        at = slice(begin, begin + step)
+    for at in row_blocks(x, head):
         losses, dlogits = cross_entropy(matmul_rows(x[at], head, numerics), targets[at])
         dx[at], more = linear_backward(dlogits / len(x), x[at], head)
         dhead += more
         total += float(np.sum(losses))
     return total / max(len(x), 1), dx, dhead
+
+
+def row_blocks(x, head):
+    """Slices of the rows of x whose logits fit into one temporary."""
+    step = max(1, block_elements(x) // len(head))
+    return [slice(begin, begin + step) for begin in range(0, len(x), step)]
 
 
 # ---- weights as they are stored ---------------------------------------------------------------
@@ -171,7 +202,7 @@ class StoredRows:
         self.master, self.shape = master, master.shape
 
     def __getitem__(self, rows):
-        return WEIGHT_FP8.fake(self.master[rows])
+        return WEIGHT_FP8.fake(self.master[beside(rows, self.master)])
 
 
 def stored_weights(params, config):

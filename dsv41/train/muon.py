@@ -54,7 +54,8 @@ def muon_update(direction, gamma=GAMMA):
 def muon_step(jobs, decay, gamma=GAMMA):
     """Update matrices in place. jobs: list of (weight (n, m), direction (n, m), learning rate).
 
-    Matrices of one shape, such as the heads or experts of all layers, share batched products.
+    Matrices of one shape, such as the heads or experts of all layers, share batched products. An
+    expert that no token chose still moves at full size, along its momentum; give no job to stop it.
     """
     groups = {}
     for job in jobs:

@@ -19,6 +19,7 @@ import math
 
 import numpy as np
 
+from ..dispatch import op
 from ..formats import E4M3
 from ..ops import dense, sigmoid, silu, sqrt_softplus
 
@@ -94,7 +95,16 @@ def sum_rows(values, rows):
     order = np.argsort(rows, kind="stable")
     order = order[rows[order] >= 0]
     numbers, first = np.unique(rows[order], return_index=True)
-    return numbers, np.add.reduceat(values[order], first, axis=0)
+    return numbers, segment_sums(values[order], first)
+
+
+@op
+def segment_sums(values, first):
+    """values (n, C), first (u,) int ascending from 0: where each segment begins -> (u, C) sums.
+
+    Rows are added from the first to the last.
+    """
+    return np.add.reduceat(values, first, axis=0)
 
 
 def add_rows(total, values, rows):

@@ -99,23 +99,28 @@ class Optimizer:
 
         grads: nested like params; a missing branch, or None, leaves tensor and state as they are.
         Those of Sinkhorn tables may be (rows, values), see sinkhorn_step. Gradients of frozen
-        tensors and selection biases are ignored.
+        tensors and selection biases are ignored. ValueError, before anything moves, for a gradient
+        that does not fit.
         """
-        leaves, grads = flatten(self.params), flatten(grads)
+        leaves, jobs = flatten(self.params), []
+        for name, grad in self._used(flatten(grads), leaves).items():
+            work = name, leaves[name], grad, lr * self._factor(name)
+            if self.rules[name] == "muon":
+                jobs += self._muon_jobs(*work)
+            elif self.rules[name] == "sinkhorn":
+                self._sinkhorn(*work)
+            else:
+                self._adamw(*work)
+        muon.muon_step(jobs, self.hyper.weight_decay, self.hyper.gamma)
+
+    def _used(self, grads, leaves):
+        """The checked gradients of tensors that train, in the order of params."""
         if unknown := set(grads) - set(leaves):
             raise ValueError(f"grads: no parameter is called {min(unknown)}")
-        jobs = []
-        for name in self.state:  # in the order of params, whatever the order of grads
-            grad, rule = grads.get(name), self.rules[name]
-            if grad is None:
-                continue
-            _check_grad(name, leaves[name], grad, rule)
-            work = name, leaves[name], grad, lr * self._factor(name)
-            if rule == "muon":
-                jobs += self._muon_jobs(*work)
-            else:
-                (self._sinkhorn if rule == "sinkhorn" else self._adamw)(*work)
-        muon.muon_step(jobs, self.hyper.weight_decay, self.hyper.gamma)
+        used = {name: grads[name] for name in self.state if grads.get(name) is not None}
+        for name, grad in used.items():
+            _check_grad(name, leaves[name], grad, self.rules[name])
+        return used
 
     def _muon_jobs(self, name, weight, grad, lr):
         """The matrices stacked in one tensor, as views, each with its direction."""

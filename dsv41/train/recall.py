@@ -1,13 +1,14 @@
 """Can a model say again what it read thousands of tokens ago?
 
-    ... text [set amber river = stone] text, other facts, text [get amber river = stone] text ...
+    ... text [set happy turtle = wisdom] text, other facts [get happy turtle = wisdom] text ...
 
-A fact has a key of two words and a value of one, every word a single token. Facts stand among real
+A fact has a key of two words and a value of one, each word a single token. Facts stand among real
 text; nothing but the line with `set` says what the line with `get` must hold. `document` makes
 training text with questions at all distances. `probe` makes one question at an exact distance, from
 the value's token to the answer's, with a fixed number of facts whatever the distance, so that only
-the distance gets harder. Blind guessing is right once in 256, naming any value that was shown once
-in the number of facts. Source: associative recall, as in Olsson et al. 2022 and Arora et al. 2023.
+the distance gets harder. A blind guess is right once in 64 times; naming any value that was shown,
+once in the number of facts. Source: associative recall, as in Olsson et al. 2022 and Arora et al.
+2023.
 """
 
 from typing import NamedTuple
@@ -15,14 +16,25 @@ from typing import NamedTuple
 import numpy as np
 
 DISTANCES = (64, 128, 256, 512, 1024, 2048, 4096, 8192)
-VALUES = 256
+FIRST = """early easy happy holy little living ready simple empty equal double single fixed global
+great important numeric original primary shared temporary virtual good bad old new young large small
+short strong free""".split()
+SECOND = """body church city column console cursor database domain face family field gospel header
+house integer letter library machine module object owner page parser queue server storage table tree
+turtle window word man""".split()
+VALUES = """answer archive bytes certificate children control data days death dictionary difference
+directory example eyes failure fire future glory gold half heart idea knowledge language life light
+love member memory mercy message model nature number operation option people platform point policy
+prayer protocol range record release response role rule sequence soul source space string style
+system thing thousand voice warning water wisdom woman work world""".split()
 
 
 class Words(NamedTuple):
     """What facts are made of, as token ids."""
 
-    keys: np.ndarray  # (n,) no word is both
-    values: np.ndarray  # (VALUES,)
+    first: np.ndarray  # of a key
+    second: np.ndarray  # of a key
+    values: np.ndarray
     set: list
     get: list
     equals: list
@@ -43,16 +55,18 @@ class Recall(NamedTuple):
 
 
 def words_of(tokenizer):
-    """The Words of a tokenizer: every other one of its lower-case words is a key."""
-    spelled = [tokenizer.token_bytes(id) for id in range(tokenizer.vocab_size)]
-    words = [id for id, b in enumerate(spelled) if b[:1] == b" " and b[1:].islower() and len(b) > 3]
-    words = [id for id in words if spelled[id][1:].isalpha()]
-    if len(words) < 2 * VALUES:
-        raise ValueError(f"tokenizer: {len(words)} words are single tokens, {2 * VALUES} needed")
+    """The Words in a tokenizer's ids. ValueError for a word that is more than one token."""
+    kinds = []
+    for spelled in (FIRST, SECOND, VALUES):
+        ids = [tokenizer.encode(" " + word) for word in spelled]
+        if max(map(len, ids)) > 1:
+            bad = next(word for word, found in zip(spelled, ids, strict=True) if len(found) > 1)
+            raise ValueError(f"tokenizer: {bad!r} is more than one token")
+        kinds.append(np.array(ids)[:, 0])
     parts = [tokenizer.encode(text) for text in ("\n[set", "\n[get", " =", "]\n")]
     if len(parts[0]) != len(parts[1]):
-        raise ValueError("tokenizer: set and get differ in tokens")
-    return Words(np.array(words[::2]), np.array(words[1::2][:VALUES]), *parts)
+        raise ValueError("tokenizer: set and get differ in their number of tokens")
+    return Words(*kinds, *parts)
 
 
 def document(generator, words, filler, length, facts, questions):
@@ -97,9 +111,9 @@ def probes(generator, words, filler, distances=DISTANCES, count=64, facts=16):
     return [probe(generator, words, filler, d, facts) for d in distances for _ in range(count)]
 
 
-def chance(facts=16):
+def chance(words, facts=16):
     """(blind guess, guess among the values that were shown): share of right answers."""
-    return 1 / VALUES, 1 / facts
+    return 1 / len(words.values), 1 / facts
 
 
 def accuracy(asked, guesses):
@@ -112,11 +126,12 @@ def accuracy(asked, guesses):
 
 
 def _draw(generator, words, facts):
-    """Keys (facts, 2) and values (facts,), none twice."""
-    if facts > min(len(words.values), len(words.keys) // 2):
-        raise ValueError(f"facts: {facts} are more than the words allow")
-    keys = generator.choice(words.keys, (facts, 2), replace=False)
-    return keys, generator.choice(words.values, facts, replace=False)
+    """Keys (facts, 2) and values (facts,); no word comes twice."""
+    most = min(len(words.first), len(words.second), len(words.values))
+    if facts > most:
+        raise ValueError(f"facts: the words are enough for {most}, not for {facts}")
+    drawn = [generator.choice(ids, facts, replace=False) for ids in words[:3]]
+    return np.stack(drawn[:2], axis=1), drawn[2]
 
 
 def _line(words, is_question, key, value):

@@ -69,7 +69,7 @@ def sinkhorn_step(weight, momentum, grad, lr, beta=MOMENTUM, gamma=GAMMA, **cons
 
 
 def damped_nesterov(momentum, grad, beta=MOMENTUM):
-    """Move `momentum` on by one gradient, dense or (rows, values), in place -> the U of step 0."""
+    """Move `momentum` on by one gradient, dense or (rows, values), in place -> U, unbalanced."""
     momentum *= beta
     _add(momentum, grad, 1 - beta)
     g = beta * momentum

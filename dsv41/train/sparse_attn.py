@@ -10,11 +10,10 @@ For one query and head, with K_i key and value at once and D the gradient by its
     dq      = c sum_i ds_i K_i
     dK_i    = p_i D + c ds_i q                once as value, once as key, summed over heads
 
-Many queries read one record, so the dK_i are added up by row number (`add_rows`); which rows were
-read is a discrete choice and gets no gradient. The probabilities are computed again, block by block
-of queries, in one piece per query instead of in chunks; their rounding to bf16 is passed straight
-through. `share` is what the heads gave to each selected record, the target that the indexer
-learns from (losses.py). Source: sparse_attn.py, differentiated.
+Many queries read one record, so the dK_i are added up by row number (`add_rows`). The probabilities
+are computed again, a query in one piece, and their rounding to bf16 is passed straight through.
+`share` is what the heads gave to each selected record; the indexer learns from it (losses.py).
+Source: sparse_attn.py, differentiated.
 """
 
 import numpy as np
@@ -65,7 +64,7 @@ def _probabilities(q, kv, valid, sink, scale):
     """-> p (t, H, n), 0 where not valid, and what is left to the sink (t, H, 1)."""
     s = np.where(valid[:, None], (q @ kv.transpose(0, 2, 1)) * scale, -np.inf)
     sink = sink[:, None]
-    top = np.maximum(np.max(s, axis=-1, keepdims=True, initial=-np.inf), sink)
+    top = np.maximum(np.max(s, axis=-1, keepdims=True), sink) if s.shape[-1] else sink
     weight, rest = np.exp(s - top), np.exp(sink - top)
     total = np.sum(weight, axis=-1, keepdims=True) + rest
     return weight / total, rest / total

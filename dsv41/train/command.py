@@ -1,0 +1,135 @@
+"""python -m dsv41 train CONFIG: what is a run made of, from the command line?
+
+CONFIG is a JSON object: "model" a preset's name, "run" the fields of loop.Run, "recall" how a
+recall document is made (facts, questions). The corpus folder is what `python -m dsv41 data` wrote.
+The run's folder gets log.jsonl, state.npz to resume from, model/ in the released layout with the
+tokenizer beside it, and loss.png where matplotlib is installed. `--minutes` ends a session early;
+the same command goes on where it stopped.
+"""
+
+import json
+import shutil
+import sys
+import time
+from dataclasses import fields
+from pathlib import Path
+
+import numpy as np
+
+from ..checkpoint import Checkpoint
+from ..dispatch import to_host
+from ..presets import preset
+from ..save import save
+from ..tensors import flatten, nest
+from ..token_classes import load_token_classes
+from ..tokenizer import load_tokenizer
+from . import recall
+from .data import DATA, load_ids
+from .loop import Run, Trainer
+from .packing import BOS, EOS
+
+
+def main_train(arguments):
+    """The command: config, corpus, out (Paths), device, minutes."""
+    description = read_description(arguments.config)
+    trainer, heldout = open_run(description, arguments.corpus, arguments.out, arguments.device)
+    until = time.monotonic() + 60 * arguments.minutes if arguments.minutes else np.inf
+    run = trainer.run
+    print(f"{run.steps - trainer.done} of {run.steps} steps to go", file=sys.stderr)
+    while trainer.done < run.steps and time.monotonic() < until:
+        record = trainer.step()
+        if trainer.done % run.evaluate_every == 0 or trainer.done == run.steps:
+            record["heldout"] = trainer.evaluate(*heldout)
+        trainer.log(record)
+        _show(record, run.steps)
+        if trainer.done % run.save_every == 0:
+            trainer.save()
+    trainer.save()
+    export(trainer, arguments.out / "model")
+
+
+def read_description(path):
+    """A run's JSON file -> dict with "model", "run" (a Run) and "recall"."""
+    try:
+        raw = json.loads(Path(path).read_text(encoding="utf-8"))
+    except FileNotFoundError:
+        raise ValueError(f"config: no file {path}") from None
+    except (json.JSONDecodeError, UnicodeDecodeError) as error:
+        raise ValueError(f"config: {path} is not JSON ({error})") from None
+    known = {f.name for f in fields(Run)}
+    if unknown := set(raw.get("run", {})) - known:
+        raise ValueError(f"run: no field {', '.join(sorted(unknown))} in {path}")
+    return {
+        "model": preset(raw["model"]),
+        "run": Run(**raw.get("run", {})),
+        "recall": raw["recall"],
+    }
+
+
+def open_run(description, corpus, out, device="cpu"):
+    """-> Trainer, resumed if `out` has a state, and what `evaluate` takes: documents, bytes."""
+    config, run = description["model"], description["run"]
+    documents = [ids for ids in load_ids(corpus, "train") if len(ids)]
+    classes = load_token_classes(DATA / "tokenizer")
+    more = RecallDocuments(documents, run, description["recall"]) if run.recall else None
+    like = None
+    if device == "cuda":
+        from dsv41_kernels.device import cuda_like
+
+        like = cuda_like()
+    trainer = Trainer(config, run, documents, classes, out, more, like)
+    return trainer, heldout_pieces(corpus, run.length)
+
+
+class RecallDocuments:
+    """Recall documents of a step, from (seed, step) alone, with the corpus as filler."""
+
+    def __init__(self, documents, run, sizes):
+        self.documents, self.run, self.sizes = documents, run, sizes
+        self.words = recall.words_of(load_tokenizer(DATA / "tokenizer"))
+        self.long = [n for n, ids in enumerate(documents) if len(ids) >= run.length]
+
+    def __call__(self, step):
+        generator = np.random.default_rng((self.run.seed, step, 1))
+        return [self._one(generator) for _ in range(self.run.recall)]
+
+    def _one(self, generator):
+        filler = self.documents[self.long[generator.integers(len(self.long))]]
+        start = generator.integers(max(1, len(filler) - self.run.length))
+        filler = np.asarray(filler[start : start + self.run.length], np.int64)
+        made = recall.document(generator, self.words, filler, self.run.length - 1, **self.sizes)
+        return np.concatenate([[BOS], made.ids])
+
+
+def heldout_pieces(corpus, length):
+    """-> lists of at most 8 pieces of held-out documents, and the bytes of their text."""
+    pieces = []
+    for ids in load_ids(corpus, "heldout"):
+        whole = np.concatenate([[BOS], ids, [EOS]]).astype(np.int64)
+        # a later piece begins with the last token of the piece before, so that all are predicted
+        pieces += [whole[at : at + length] for at in range(0, len(whole) - 1, length - 1)]
+    text = json.loads((Path(corpus) / "manifest.json").read_text(encoding="utf-8"))
+    return [pieces[i : i + 8] for i in range(0, len(pieces), 8)], text["heldout"]["bytes"]
+
+
+def export(trainer, directory):
+    """Write the masters in the released layout, with the tokenizer, and read them back."""
+    params = nest({name: to_host(leaf) for name, leaf in flatten(trainer.params).items()})
+    for layer in trainer.config.engram_layer_ids:
+        table = params["layers"][layer]["engram"]["embed"]["weight"]
+        params["layers"][layer]["engram"]["embed"]["weight"] = np.asarray(table, np.float32)
+    save(directory, trainer.config, params)
+    shutil.copy(DATA / "tokenizer" / "tokenizer.json", directory)
+    Checkpoint(directory).check()
+
+
+def _show(record, steps):
+    bits = f"  held-out {record['heldout']:.4f} bits/byte" if "heldout" in record else ""
+    speed = record["tokens"] / record["seconds"]
+    low, high = record["load"]
+    print(
+        f"step {record['step'] + 1}/{steps}  loss {record['loss']:.4f}  index {record['index']:.3f}"
+        f"  norm {record['norm']:.2f}  load {low:.2f}..{high:.2f}  {speed:,.0f} tokens/s{bits}",
+        file=sys.stderr,
+        flush=True,
+    )

@@ -1,0 +1,239 @@
+"""How does a training run go, and how does it survive being killed?
+
+    batch(step)                  a function of (seed, step): packed documents, recall documents
+    loss_and_grads               float32 forward and hand-written backward (model.py)
+    clip, optimizer, bias        one update; the router's biases follow the loads
+    every `save_every` steps     weights, optimizer state and step in one file, replaced at once
+
+A run that is resumed computes the same bits as one that never stopped, because nothing else is
+random or remembered. From `quantised_from` on the forward pass reads every weight, activation and
+cache record through the format it will be stored in (QAT): gradients pass straight through. On a
+CUDA machine the same text runs on CuPy arrays. Source: report, sections 2.5 and 4.2; the sizes are
+ours.
+"""
+
+import json
+import os
+import time
+from dataclasses import asdict, dataclass
+from pathlib import Path
+
+import numpy as np
+
+from ..dispatch import beside, to_host
+from ..init import random_params
+from ..mhc import hc_collapse, initial_streams
+from ..ops import rmsnorm
+from ..quant import FLOAT32, OFFICIAL, WEIGHT_FP8
+from ..tensors import flatten, nest
+from .block import block_forward
+from .losses import bits_per_byte
+from .model import (
+    Documents,
+    Options,
+    embed,
+    head_loss,
+    loss_and_grads,
+    open_call,
+    stored_weights,
+)
+from .optimizer import Optimizer
+from .packing import Batches
+from .schedule import Schedule, balance_bias
+
+
+@dataclass(frozen=True)
+class Run:
+    """What defines a run. Two runs with equal fields compute equal bits on one machine."""
+
+    length: int = 4096  # tokens of a sample
+    batch: int = 8  # samples a step
+    steps: int = 1000
+    peak: float = 3e-3
+    final: float = 3e-4
+    warmup: int = 50
+    decay_from: int = 500
+    quantised_from: int = 10**9  # first step with the quantisers on
+    clip: float = 1.0
+    balance: float = 1e-4
+    index: float = 1.0
+    recall: int = 0  # recall documents a step, besides the batch
+    seed: int = 0
+    save_every: int = 100
+    evaluate_every: int = 100
+
+    def __post_init__(self):
+        for name in ("length", "batch", "steps", "save_every", "evaluate_every"):
+            if getattr(self, name) < 1:
+                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)}")
+
+    @property
+    def schedule(self):
+        decay_from = min(self.decay_from, self.steps)
+        warmup = min(self.warmup, decay_from)
+        return Schedule(self.peak, self.final, warmup, decay_from, self.steps)
+
+
+class Trainer:
+    """A run's weights, optimizer and place, and the data it reads.
+
+    documents: list of 1-D id arrays. more(step) -> list of further id arrays for the step, or None.
+    like: a CuPy array to train next to, or None. folder: where state.npz and log.jsonl live.
+    """
+
+    def __init__(self, config, run, documents, classes, folder, more=None, like=None):
+        self.config, self.run, self.folder = config, run, Path(folder)
+        self.classes, self.more, self.like = classes, more, like
+        self.batches = Batches(documents, run.length, run.batch, run.seed)
+        self.params = to_masters(random_params(config, np.random.default_rng(run.seed)), like)
+        self.optimizer = Optimizer(config, self.params)
+        self.done = 0  # steps
+        self.folder.mkdir(parents=True, exist_ok=True)
+        if self.state_file.exists():
+            self._load()
+
+    @property
+    def state_file(self):
+        return self.folder / "state.npz"
+
+    def step(self):
+        """One update -> a dict of what happened, also appended to log.jsonl."""
+        started, step = time.perf_counter(), self.done
+        documents = self._documents(step)
+        grads, info = self._loss_and_grads(documents, step)
+        norm = clip(grads, self.run.clip, step)
+        rate = self.run.schedule.lr(step)
+        self.optimizer.step(grads, rate)
+        for layer, load in info["load"].items():
+            balance_bias(self.params["layers"][layer]["ffn"]["gate"], load)
+        self.done += 1
+        tokens = sum(map(len, documents.ids))
+        seconds = time.perf_counter() - started
+        record = {"step": step, "loss": info["next_token"], "index": info["index"], "norm": norm}
+        record |= {"balance": info["balance"], "rate": rate, "tokens": tokens, "seconds": seconds}
+        record["load"] = load_range(info["load"])
+        return record
+
+    def log(self, record):
+        """Append a record to log.jsonl, numbers rounded to six digits."""
+        short = {k: float(f"{v:.6g}") if isinstance(v, float) else v for k, v in record.items()}
+        with open(self.folder / "log.jsonl", "a", encoding="utf-8") as file:
+            file.write(json.dumps(short) + "\n")
+
+    def evaluate(self, documents, text_bytes):
+        """Bits per byte of held-out documents (lists of ids, bos and eos included)."""
+        nats = sum(self._nats(some) for some in documents)
+        return bits_per_byte(nats, text_bytes)
+
+    def save(self):
+        """Write state.npz; a kill at any moment leaves the old file or the new one."""
+        arrays = {f"params/{k}": to_host(v) for k, v in flatten(self.params).items()}
+        arrays |= {f"state/{k}": to_host(v) for k, v in self.optimizer.state_dict().items()}
+        run = json.dumps([asdict(self.run), self.config.to_dict()], sort_keys=True)
+        arrays |= {"done": np.array(self.done), "run": np.array(run)}
+        temporary = self.folder / f"state.{os.getpid()}.tmp.npz"
+        try:
+            with open(temporary, "wb") as file:
+                np.savez(file, **arrays)
+                file.flush()
+                os.fsync(file.fileno())
+            os.replace(temporary, self.state_file)
+        finally:
+            temporary.unlink(missing_ok=True)
+
+    def _load(self):
+        with np.load(self.state_file, allow_pickle=False) as saved:
+            run = json.dumps([asdict(self.run), self.config.to_dict()], sort_keys=True)
+            if _comparable(str(saved["run"])) != _comparable(run):
+                raise ValueError(f"run: {self.state_file} belongs to another run or model")
+            params = {k[7:]: saved[k] for k in saved.files if k.startswith("params/")}
+            state = {k[6:]: saved[k] for k in saved.files if k.startswith("state/")}
+            self.done = int(saved["done"])
+        self.params = nest({k: beside(v, self.like) for k, v in params.items()})
+        self.optimizer = Optimizer(self.config, self.params)
+        self.optimizer.load_state_dict({k: beside(v, self.like) for k, v in state.items()})
+
+    def _documents(self, step):
+        packed = self.batches(step)
+        ids = [
+            row[segments == number]
+            for row, segments in zip(packed.ids, packed.segments, strict=True)
+            for number in range(segments.max() + 1)
+        ]
+        return Documents(ids + (self.more(step) if self.more else []))
+
+    def _weights(self, step):
+        """What the forward pass reads at this step, and its numerics."""
+        if step < self.run.quantised_from:
+            return self.params, FLOAT32
+        return stored_weights(self.params, self.config), OFFICIAL
+
+    def _loss_and_grads(self, documents, step):
+        weights, numerics = self._weights(step)
+        options = Options(self.classes, self.run.balance, self.run.index)
+        loss, grads, info = loss_and_grads(weights, self.config, documents, numerics, options)
+        if not np.isfinite(loss):
+            raise FloatingPointError(f"step {step}: the loss is {loss}")
+        return grads, info
+
+    def _nats(self, documents):
+        weights, numerics = self._weights(self.done)
+        return total_nats(weights, self.config, documents, numerics, self.classes)
+
+
+def _comparable(run):
+    """A run's description without what may change when it goes on."""
+    fields, config = json.loads(run)
+    return {k: v for k, v in fields.items() if not k.endswith("_every")}, config
+
+
+def total_nats(weights, config, documents, numerics, classes):
+    """-log p of the documents (id arrays) after their first tokens, eos not counted."""
+    wanted = [ids != config.eos_token_id for ids in documents]
+    documents = Documents(documents, wanted=wanted)
+    call = open_call(weights, config, documents, numerics, classes)
+    streams, pre = initial_streams(embed(weights, documents, call), config.hc_mult)
+    for layer in config.plan:
+        p = weights["layers"][layer.index]
+        streams, pre, _ = block_forward(streams, pre, p, layer, call)
+    at, tokens = (beside(x, streams) for x in documents.targets())
+    x = hc_collapse(streams[at], pre[at], numerics)
+    x = rmsnorm(x, weights["norm"]["weight"], config.rms_norm_eps, numerics)
+    mean, _, _ = head_loss(x, weights["head"]["weight"], tokens, numerics)
+    return mean * len(tokens)
+
+
+def to_masters(params, like=None):
+    """Random params with Engram tables decoded, as float32 masters beside `like`."""
+    leaves = {}
+    for name, leaf in flatten(params).items():
+        if name.endswith("engram.embed.scale"):
+            continue
+        if name.endswith("engram.embed.weight"):
+            scale = flatten(params)[name.removesuffix("weight") + "scale"]
+            leaf = WEIGHT_FP8.dequantize(leaf, scale)
+        leaves[name] = beside(leaf, like)
+    return nest(leaves)
+
+
+def clip(grads, most, step):
+    """Scale all gradients in place so that their common norm is at most `most` -> the norm before.
+
+    FloatingPointError names the first tensor with a gradient that is not finite.
+    """
+    values = {k: v[1] if isinstance(v, tuple) else v for k, v in flatten(grads).items()}
+    squares = {name: float(np.sum(value * value)) for name, value in values.items()}
+    norm = float(np.sqrt(sum(squares.values())))
+    if not np.isfinite(norm):
+        first = next(name for name, square in squares.items() if not np.isfinite(square))
+        raise FloatingPointError(f"step {step}: the gradient of {first} is not finite")
+    if norm > most:
+        for value in values.values():
+            value *= np.float32(most / norm)
+    return norm
+
+
+def load_range(load):
+    """{layer: (2, E)} -> the smallest and largest share of a text expert, times E, over layers."""
+    shares = [to_host(x[0]) / max(int(to_host(x[0]).sum()), 1) * x.shape[1] for x in load.values()]
+    return [float(np.min(shares)), float(np.max(shares))]

@@ -1,0 +1,27 @@
+"""Where CUDA sources become callable kernels.
+
+A kernel lives in <op>/kernel.cu and is compiled by NVRTC through CuPy the first time it is asked
+for, with the sizes that the compiler should know as macros. The source text is the cache key, so a
+changed file is never served from an old binary. `grid` counts blocks of threads for n pieces of
+work.
+"""
+
+import functools
+from pathlib import Path
+
+THREADS = 256
+
+
+@functools.cache
+def kernel(op, name, **macros):
+    """The compiled kernel `name` of <op>/kernel.cu, with -D macros."""
+    import cupy
+
+    source = (Path(__file__).parent / op / "kernel.cu").read_text(encoding="utf-8")
+    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in macros.items()))
+    return cupy.RawModule(code=source, options=options).get_function(name)
+
+
+def grid(count, threads=THREADS):
+    """Blocks of `threads` that cover `count` threads, as a launch dimension."""
+    return (-(-count // threads),)
