@@ -95,7 +95,7 @@ def _parser():
     ledger = add("ledger", _ledger, "parameters, FLOPs and cache bytes of the model family")
     ledger.add_argument("dir", nargs="?", type=Path, help="a checkpoint directory or config.json")
     ledger.add_argument("--context", type=int, nargs="+", default=[4096, 131_072, 1_048_576])
-    ledger.add_argument("--figures", type=Path, metavar="DIR", help="also draw both figures there")
+    ledger.add_argument("--figures", type=Path, metavar="DIR", help="also draw the figures there")
 
     bench = add("bench", _bench, "tokens per second and peak memory of two random models")
     bench.add_argument("--prompt", type=int, default=1024, help="prompt tokens (default 1024)")
@@ -191,6 +191,7 @@ def _generate(arguments):
     from . import FLOAT32, OFFICIAL, load
     from .generate import stream_text
     from .sampling import Sampling
+    from .schedule import measure_throughput
 
     model = load(arguments.dir)
     numerics = (OFFICIAL if arguments.numerics == "official" else FLOAT32).but(batch_invariant=True)
@@ -207,6 +208,9 @@ def _generate(arguments):
         chunk=arguments.chunk,
         exact=arguments.exact,
         draft=arguments.draft,
+        steps_per_second=measure_throughput(model, numerics, (1, 2, 4, 6))
+        if arguments.draft
+        else None,
         prefix=_prefix(model, numerics, arguments),
     )
     for piece in pieces:
@@ -271,12 +275,12 @@ def _ledger(arguments):
     else:
         print(report(list(MODELS.values()), arguments.context))
     if arguments.figures:
-        from .figures import draw_decode_flops, draw_kv_bytes
+        from . import figures
 
         arguments.figures.mkdir(parents=True, exist_ok=True)
-        for name, draw in (("kv_bytes", draw_kv_bytes), ("decode_flops", draw_decode_flops)):
+        for name in ("kv_bytes", "decode_flops", "strategies"):
             path = arguments.figures / f"{name}.png"
-            draw(path)
+            getattr(figures, f"draw_{name}")(path)
             print(f"wrote {path}")
 
 

@@ -2,6 +2,7 @@
 
     draw_kv_bytes       Figure 1(b): bytes of global KV per token, from V1 to V4.1-Flash
     draw_decode_flops   Figure 2: weighted FLOPs per generated token against tokens of context
+    draw_strategies     what a stored prefix costs on disk against what a hit still has to compute
 
 Nothing is read off a plot: every number comes from ledger.py, and so does the context from which on
 V4.1-Flash generates more cheaply than V4-Flash. The PNG holds no date and no version, so the same
@@ -52,6 +53,40 @@ def draw_decode_flops(path):
         axes.set_xlim(ticks[0], ticks[-1])
         axes.set_xticks(ticks, [tokens_label(tick) for tick in ticks])
         axes.set_xlabel("tokens of context", color=INK)
+
+
+def draw_strategies(path):
+    """Write a PNG of the four ways to keep window KV of V4.1-Flash (prefix.py): bytes per token on
+    disk against the mean number of tokens that a hit runs again.
+    """
+    from .presets import preset
+
+    config = preset("v4.1-flash")
+    disk, rings = kv_bytes("V4.1-Flash").disk, kv_bytes("V4.1-Flash").window
+    width, layers = config.sliding_window, config.num_hidden_layers
+    periods = 2 ** np.arange(7, 14)
+    points = {
+        "bounded": (disk, width, (8, 14), "left"),
+        "zero": (disk, width * layers, (10, 10), "left"),
+        "full": (disk + rings / width, 1, (-8, 12), "right"),
+    }
+    with _figure(path, "A stored prefix: bytes kept against tokens run again") as axes:
+        axes.plot(
+            disk + rings / periods, periods / 2, "o-", color=COLOURS["V4-Flash"], markersize=4
+        )
+        middle = (disk + rings / periods[3], periods[3] / 2)
+        _write(axes, "periodic, every 128 … 8,192 tokens", middle, (8, 8), ha="left")
+        for name, (size, tokens, offset, side) in points.items():
+            axes.plot(
+                [size], [tokens], "o", color=COLOURS["V4.1-Flash"], markersize=7, clip_on=False
+            )
+            label = f"{name}: {size:,.0f} bytes"
+            _write(axes, label, (size, tokens), offset, ha=side, fontweight="bold")
+        _log_scale(axes, "tokens run again at a hit", (1, 1e4))
+        axes.set_xscale("log")
+        axes.set_xlim(700, 30_000)
+        axes.set_xticks([1000, 10_000], ["1,000", "10,000"])
+        axes.set_xlabel("bytes per token on disk (log)", color=INK)
 
 
 def _gflop(name, context):

@@ -27,11 +27,11 @@ def test_inspect_lists_plan_axes_and_tensors(capsys):
     assert "routed experts" in out and "F8_E8M0" in out
 
 
-def test_ledger_prints_the_family_and_draws_both_figures(capsys, tmp_path):
+def test_ledger_prints_the_family_and_draws_the_figures(capsys, tmp_path):
     code, out, _ = run(capsys, "ledger", "--figures", tmp_path)
     assert code == 0
     assert "890" in out and "3,514.25" in out and "389,120" in out
-    for name in ("kv_bytes.png", "decode_flops.png"):
+    for name in ("kv_bytes.png", "decode_flops.png", "strategies.png"):
         assert (tmp_path / name).read_bytes().startswith(b"\x89PNG")
 
 

@@ -430,10 +430,12 @@ def test_drafting_leaves_no_trace_in_the_cache_or_the_rings(small, numerics):
 
 
 def test_a_request_takes_its_rings_to_another_slot(small):
+    """Meanwhile its old slot belongs to somebody else, who writes into rings of his own."""
     drafter, slot, _ = observed(small, EXACT["official"], 9, first=6)
     want = drafter.propose([slot], [8], best)[0]
     saved = drafter.take(slot)
     drafter.forget(slot)
+    drafter.observe(slot, np.arange(7), some_features(7, seed=8))
     other = small.open(drafter.cache)
     drafter.cache.length[other] = 9
     assert drafter.take(other) is None

@@ -86,7 +86,8 @@ def loss_and_grads(params, config, documents, numerics=FLOAT32, options=None):
     call = open_call(params, config, documents, numerics, options.classes)
     streams, pre, kept = run_forward(params, documents, call)
     back = Back(options.balance, options.index)
-    loss, dstreams, dpre, grads = read_out(streams, pre, params, documents.targets(), call)
+    targets = documents.targets()
+    loss, dstreams, dpre, grads = read_out(streams, pre, params, targets, call)
     grads["layers"] = {}
     for layer in reversed(config.plan):
         dstreams, dpre, grads["layers"][layer.index] = block_backward(
@@ -94,7 +95,7 @@ def loss_and_grads(params, config, documents, numerics=FLOAT32, options=None):
         )
     grads["embed"], images = embed_backward(np.sum(dstreams, axis=1), params, documents, call)
     info = {"next_token": loss, **{k: float(v) for k, v in back.losses.items()}, "images": images}
-    info |= {"targets": len(documents.targets()[0]), "load": back.load}
+    info |= {"targets": len(targets[0]), "load": back.load}
     total = loss + options.balance * info["balance"] + options.index * info["index"]
     return total, grads, info
 
