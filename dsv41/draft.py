@@ -55,6 +55,11 @@ class Drafter:
         config = model.config
         if "mtp" not in model.params:
             raise ValueError('draft: the model was loaded without its drafter, parts=("dspark",)')
+        if config.dspark_block_size >= config.sliding_window:
+            raise ValueError(
+                f"dspark_block_size: {config.dspark_block_size} drafts and their anchor do not fit "
+                f"into a window of {config.sliding_window}"
+            )
         self.model, self.cache, self.config = model, cache, config
         self.stages = [model.params["mtp"][n] for n in range(config.num_nextn_predict_layers)]
         self.rings = [{} for _ in self.stages]  # per stage, slot -> (W, Z)

@@ -96,20 +96,22 @@ class Engine:
     def submit(self, prompt, max_tokens=64, sampling=None, stop=None):
         """Queue a prompt (ids) -> Request. stop: token ids, default the config's eos."""
         prompt = self.model.check_ids(prompt).tolist()
-        if max_tokens < 1:
-            raise ValueError(f"max_tokens: expected a positive number, got {max_tokens}")
+        sampling = sampling or Sampling()
+        stop = {self.model.config.eos_token_id} if stop is None else set(stop)
+        _check_submission(max_tokens, sampling, stop)
         limit = self.model.config.max_position_embeddings
         if len(prompt) + max_tokens > limit:
             raise ValueError(
                 f"max_tokens: {len(prompt)} prompt tokens and {max_tokens} more exceed {limit}"
             )
-        stop = {self.model.config.eos_token_id} if stop is None else stop
-        request = Request(prompt, max_tokens, sampling or Sampling(), frozenset(stop))
+        request = Request(prompt, max_tokens, sampling, frozenset(stop))
         self.waiting.append(request)
         return request
 
     def preempt(self, request):
         """Put a running request aside; it comes back when there is room, where it was."""
+        if request not in self.running:
+            raise ValueError("request: only a running request can be put aside")
         self.running.remove(request)
         drafts = self.drafter.take(request.slot) if self.drafter else None
         request.aside = (snapshot(self.cache, request.slot), drafts)
@@ -121,8 +123,10 @@ class Engine:
         if request in self.running:
             self.running.remove(request)
             self._close(request)
-        else:
+        elif request in self.waiting:
             self.waiting.remove(request)
+        else:
+            raise ValueError("request: this engine does not hold it")
         request.finish = "cancelled"
 
     @property
@@ -139,6 +143,8 @@ class Engine:
     def step(self):
         """Run the model once -> list of (request, new tokens) for those that wrote something."""
         self._admit()
+        if not self.running:
+            return []
         drafts = self._draft([r for r in self.running if not r.reading])
         feeds = self._feeds(drafts)
         requests = list(feeds)
@@ -223,7 +229,8 @@ class Engine:
         lengths = [min(n, len(p.tokens)) for n, p in zip(room, proposed, strict=True)]
         if self.steps_per_second:
             survival = [p.survival[:n] for n, p in zip(lengths, proposed, strict=True)]
-            lengths = draft_lengths(survival, self.steps_per_second).tolist()
+            others = len(writers) - len(able)
+            lengths = draft_lengths(survival, self.steps_per_second, others).tolist()
         for request, draft, length in zip(able, proposed, lengths, strict=True):
             drafts[request] = _Proposal(draft.tokens[:length].tolist(), laws[request][:length])
             if length:
@@ -239,7 +246,7 @@ class Engine:
     def _observe(self, requests, before, decode_from, drafts, features):
         """Cut the features by request; prompts are committed, drafted tokens wait for a verdict."""
         self._features = {}
-        if features is None:
+        if not features:  # no drafter, or no token reached its layers
             return
         rows, begin = np.concatenate(features, axis=1), 0
         for request, length, start in zip(requests, before, decode_from, strict=True):
@@ -302,6 +309,15 @@ class Engine:
             self.prefix.forget(request.slot)
         self.cache.release(request.slot)
         request.slot = None
+
+
+def _check_submission(max_tokens, sampling, stop):
+    if not isinstance(max_tokens, int | np.integer) or max_tokens < 1:
+        raise ValueError(f"max_tokens: expected a positive integer, got {max_tokens!r}")
+    if not isinstance(sampling, Sampling):
+        raise ValueError(f"sampling: expected a Sampling, got {sampling!r}")
+    if not all(isinstance(token, int | np.integer) for token in stop):
+        raise ValueError(f"stop: expected token ids, got {sorted(map(repr, stop))}")
 
 
 @dataclass(frozen=True)

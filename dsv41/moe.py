@@ -14,7 +14,7 @@ released inference/model.py.
 
 import numpy as np
 
-from .dispatch import op
+from .dispatch import on_host, op
 from .indexer import index_topk
 from .ops import linear_fp8, matmul_rows, sqrt_softplus, swiglu
 
@@ -33,6 +33,10 @@ def route(x, p, is_image, experts, factor, normalize, numerics):
     biased = scores + bias
     count = np.zeros(len(x), np.int64, like=x) + biased.shape[1]
     chosen = index_topk(biased, count, experts)  # ascending expert number
+    if on_host(chosen) and (chosen < 0).any():
+        raise ValueError(
+            f"x: the router's scores of token {int(np.argmin(chosen) // experts)} are NaN"
+        )
     best_first = np.argsort(-np.take_along_axis(biased, chosen, axis=1), axis=1, kind="stable")
     chosen = np.take_along_axis(chosen, best_first, axis=1)
     weight = np.take_along_axis(scores, chosen, axis=1)

@@ -66,8 +66,9 @@ def rollback(cache, slot, length):
         if length % cache.ratio[source]:
             seen = np.concatenate([saved.carry[source], *saved.candidates[source]])
             cache.carry[source][slot] = seen[kept : kept + 1]
-    line = np.concatenate([saved.history, *saved.classes])
-    cache.history[slot] = line[kept : kept + len(saved.history)]
+    if saved.classes:  # empty in a model without Engram
+        line = np.concatenate([saved.history, *saved.classes])
+        cache.history[slot] = line[kept : kept + len(saved.history)]
     for written in cache.written.values():
         written[slot] = min(written[slot], length)
     cache.length[slot] = length

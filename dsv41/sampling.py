@@ -28,6 +28,8 @@ class Sampling:
             raise ValueError(f"temperature: expected a number >= 0, got {self.temperature}")
         if not 0 < self.top_p <= 1:
             raise ValueError(f"top_p: expected a number in (0, 1], got {self.top_p}")
+        if not isinstance(self.seed, int) or self.seed < 0:
+            raise ValueError(f"seed: expected an integer >= 0, got {self.seed!r}")
 
 
 def distribution(logits, sampling):

@@ -19,13 +19,14 @@ import time
 import numpy as np
 
 
-def draft_lengths(survival, steps_per_second):
+def draft_lengths(survival, steps_per_second, others=0):
     """survival: list of (B,) arrays, non-increasing, one per request -> drafts to verify, (R,) int.
 
     steps_per_second(tokens) -> float: the main model's speed with that many tokens in the batch.
+    others: tokens of requests in the same step that do not draft.
     """
     lengths = np.zeros(len(survival), int)
-    expected = tokens = float(len(survival))
+    expected = tokens = float(len(survival) + others)
     best = expected * steps_per_second(int(tokens))
     candidates = [(-a, k, r) for r, row in enumerate(survival) for k, a in enumerate(row)]
     for minus_a, _, r in sorted(candidates):  # equal survival: earlier draft, then earlier request

@@ -1,5 +1,7 @@
 """Gradients of attention by queries, sink and records that many queries share."""
 
+import tracemalloc
+
 import numpy as np
 import pytest
 from compare import assert_close, assert_same
@@ -130,3 +132,16 @@ def test_stored_records_are_read_as_the_forward_reads_them():
     want = sparse_attn_backward(do, q, values[0], near, values[1], far, sink, FLOAT32)
     for name, a, b in zip(("dq", "dwindow", "dglobal", "dsink", "share"), got, want, strict=True):
         assert_same(name, a, b)
+
+
+def test_memory_grows_with_queries_and_records_not_with_their_product(monkeypatch):
+    count, width = 3000, 4
+    monkeypatch.setattr(train, "block_elements", lambda q: 1 << 14)
+    q, kv = np.float32(random(count, 1, 8)), np.float32(random(count, 8))
+    rows = np.random.default_rng(0).integers(0, count, (count, width))
+    nothing = np.zeros((0, 8), np.float32), np.zeros((count, 0), np.int64)
+    tracemalloc.start()
+    sparse_attn_backward(q, q, kv, rows, *nothing, np.zeros(1, np.float32), FLOAT32)
+    peak = tracemalloc.get_traced_memory()[1]
+    tracemalloc.stop()
+    assert peak < 2e6 < 4 * count * count  # bytes; a (queries, records) array alone has 36 MB
