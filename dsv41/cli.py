@@ -188,34 +188,36 @@ def _verify(arguments):
 
 
 def _generate(arguments):
-    from . import FLOAT32, OFFICIAL, load
+    from . import load
     from .generate import stream_text
     from .sampling import Sampling
-    from .schedule import measure_throughput
 
     model = load(arguments.dir)
-    numerics = (OFFICIAL if arguments.numerics == "official" else FLOAT32).but(batch_invariant=True)
-    ids = _prompt_ids(model, arguments)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    pieces = stream_text(
-        model,
-        ids,
-        arguments.max_tokens,
-        sampling,
-        progress=_show_progress if sys.stderr.isatty() else None,
-        finished=lambda summary: print(f"\n[{summary}]", file=sys.stderr),
-        numerics=numerics,
-        chunk=arguments.chunk,
-        exact=arguments.exact,
-        draft=arguments.draft,
-        steps_per_second=measure_throughput(model, numerics, (1, 2, 4, 6))
-        if arguments.draft
-        else None,
-        prefix=_prefix(model, numerics, arguments),
-    )
-    for piece in pieces:
+    ids, options = _prompt_ids(model, arguments), _engine_options(model, arguments)
+    for piece in stream_text(model, ids, arguments.max_tokens, sampling, **options):
         print(piece, end="", flush=True)
     print()
+
+
+def _engine_options(model, arguments):
+    from . import FLOAT32, OFFICIAL
+    from .schedule import measure_throughput
+
+    numerics = OFFICIAL if arguments.numerics == "official" else FLOAT32
+    numerics = numerics.but(batch_invariant=True)
+    return {
+        "numerics": numerics,
+        "chunk": arguments.chunk,
+        "exact": arguments.exact,
+        "draft": arguments.draft,
+        "steps_per_second": measure_throughput(model, numerics, (1, 2, 4, 6))
+        if arguments.draft
+        else None,
+        "prefix": _prefix(model, numerics, arguments),
+        "progress": _show_progress if sys.stderr.isatty() else None,
+        "finished": lambda summary: print(f"\n[{summary}]", file=sys.stderr),
+    }
 
 
 def _prompt_ids(model, arguments):

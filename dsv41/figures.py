@@ -16,6 +16,7 @@ from itertools import pairwise
 import numpy as np
 
 from .ledger import LONGEST, crossing, decode_flops, kv_bytes, tokens_label
+from .presets import preset
 
 # from Okabe and Ito's palette, which colour-blind readers tell apart
 COLOURS = {"V1-67B": "#999999", "V3.2": "#009E73", "V4-Flash": "#0072B2", "V4.1-Flash": "#D55E00"}
@@ -59,34 +60,35 @@ def draw_strategies(path):
     """Write a PNG of the four ways to keep window KV of V4.1-Flash (prefix.py): bytes per token on
     disk against the mean number of tokens that a hit runs again.
     """
-    from .presets import preset
-
-    config = preset("v4.1-flash")
-    disk, rings = kv_bytes("V4.1-Flash").disk, kv_bytes("V4.1-Flash").window
-    width, layers = config.sliding_window, config.num_hidden_layers
-    periods = 2 ** np.arange(7, 14)
-    points = {
-        "bounded": (disk, width, (8, 14), "left"),
-        "zero": (disk, width * layers, (10, 10), "left"),
-        "full": (disk + rings / width, 1, (-8, 12), "right"),
-    }
     with _figure(path, "A stored prefix: bytes kept against tokens run again") as axes:
-        axes.plot(
-            disk + rings / periods, periods / 2, "o-", color=COLOURS["V4-Flash"], markersize=4
-        )
-        middle = (disk + rings / periods[3], periods[3] / 2)
-        _write(axes, "periodic, every 128 … 8,192 tokens", middle, (8, 8), ha="left")
-        for name, (size, tokens, offset, side) in points.items():
-            axes.plot(
-                [size], [tokens], "o", color=COLOURS["V4.1-Flash"], markersize=7, clip_on=False
-            )
-            label = f"{name}: {size:,.0f} bytes"
-            _write(axes, label, (size, tokens), offset, ha=side, fontweight="bold")
+        sizes, tokens = _periodic(2 ** np.arange(7, 14))
+        axes.plot(sizes, tokens, "o-", color=COLOURS["V4-Flash"], markersize=4)
+        label = "periodic, every 128 … 8,192 tokens"
+        _write(axes, label, (sizes[3], tokens[3]), (8, 8), ha="left")
+        for name, point, offset, side in _strategies():
+            axes.plot(*point, "o", color=COLOURS["V4.1-Flash"], markersize=7, clip_on=False)
+            label = f"{name}: {point[0]:,.0f} bytes"
+            _write(axes, label, point, offset, ha=side, fontweight="bold")
         _log_scale(axes, "tokens run again at a hit", (1, 1e4))
         axes.set_xscale("log")
         axes.set_xlim(700, 30_000)
         axes.set_xticks([1000, 10_000], ["1,000", "10,000"])
         axes.set_xlabel("bytes per token on disk (log)", color=INK)
+
+
+def _periodic(periods):
+    """Checkpoints of all rings every `periods` tokens -> bytes per token, tokens run again."""
+    kept = kv_bytes("V4.1-Flash")
+    return kept.disk + kept.window / periods, periods / 2
+
+
+def _strategies():
+    """(name, (bytes per token, tokens run again), offset of the label, its side)."""
+    config, kept = preset("v4.1-flash"), kv_bytes("V4.1-Flash")
+    width = config.sliding_window
+    yield "bounded", (kept.disk, width), (8, 14), "left"
+    yield "zero", (kept.disk, width * config.num_hidden_layers), (10, 10), "left"
+    yield "full", (kept.disk + kept.window / width, 1), (-8, 12), "right"
 
 
 def _gflop(name, context):

@@ -113,7 +113,7 @@ class Model:
     def generate(self, prompt, max_tokens=64, *, temperature=0.0, top_p=1.0, seed=0, **options):
         """Continue `prompt`, text or token ids, and yield the text piece by piece.
 
-        options: those of generate.Engine (numerics, exact, draft, prefix, chunk, ...) and `stop`,
+        options: those of engine.Engine (numerics, exact, draft, prefix, chunk, ...) and `stop`,
         token ids that end the text (default: the config's eos).
         """
         from .generate import stream_text

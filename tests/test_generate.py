@@ -13,7 +13,8 @@ import dsv41
 from dsv41 import FLOAT32, OFFICIAL
 from dsv41.batch import make_batch
 from dsv41.draft import Draft, Drafter
-from dsv41.generate import Engine, Summary, stream_text, summarise
+from dsv41.engine import Engine
+from dsv41.generate import Summary, stream_text, summarise
 from dsv41.init import random_params
 from dsv41.model import Model, engram_rows
 from dsv41.rollback import restore, snapshot

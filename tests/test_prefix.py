@@ -5,8 +5,8 @@ import pytest
 from reference import MODES, model
 
 from dsv41 import FLOAT32, OFFICIAL
+from dsv41.engine import Engine
 from dsv41.fingerprint import fingerprint
-from dsv41.generate import Engine
 from dsv41.model import Model
 from dsv41.prefix import STRATEGIES, PrefixCache, block_keys
 from dsv41.store import Store
