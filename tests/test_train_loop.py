@@ -1,0 +1,185 @@
+"""A run of a few steps: learns, resumes bitwise, survives kills, names what is wrong."""
+
+import json
+import os
+import subprocess
+import sys
+from dataclasses import replace
+
+import numpy as np
+import pytest
+from reference import GOLDEN
+
+import dsv41
+from dsv41.tensors import flatten
+from dsv41.train import loop
+from dsv41.train.loop import Run, Trainer, clip
+from dsv41.train.model import Documents
+
+CONFIG = dsv41.preset("tiny").but(vision_config=None)
+CLASSES = np.arange(CONFIG.vocab_size) % CONFIG.engram_compressed_vocab_size
+RUN = Run(length=24, batch=2, steps=6, warmup=2, decay_from=3, quantised_from=4, save_every=2)
+
+
+def documents():
+    """Counting in a circle: the next token is always the one after."""
+    starts = np.random.default_rng(0).integers(3, 200, 40)
+    return [np.arange(start, start + 30) % 50 + 3 for start in starts]
+
+
+def trainer(folder, run=RUN, config=CONFIG, **options):
+    return Trainer(config, run, documents(), CLASSES, folder, **options)
+
+
+def bits(trained):
+    arrays = {**flatten(trained.params), **trained.optimizer.state_dict()}
+    return {name: np.asarray(array).tobytes() for name, array in arrays.items()}
+
+
+@pytest.fixture(scope="module")
+def straight(tmp_path_factory):
+    run = trainer(tmp_path_factory.mktemp("straight"))
+    return run, [run.step() for _ in range(6)]
+
+
+def test_a_resumed_run_has_the_bits_of_one_that_never_stopped(straight, tmp_path):
+    """Through the start of the quantised steps, with a state written and read in between."""
+    for _ in range(3):
+        part = trainer(tmp_path)
+        for _ in range(2):
+            part.step()
+        part.save()
+    assert part.done == 6
+    assert bits(part) == bits(straight[0])
+
+
+def test_the_loss_falls(tmp_path):
+    run = trainer(tmp_path, replace(RUN, steps=30, peak=0.02, warmup=3, quantised_from=99))
+    losses = [run.step()["loss"] for _ in range(25)]
+    assert losses[0] > 5 and min(losses[-3:]) < losses[0] - 1
+
+
+def test_a_step_reports_what_happened(straight):
+    record = straight[1][5]
+    assert record["step"] == 5 and record["tokens"] == 48
+    assert record["loss"] > 0 and record["norm"] > 0 and record["seconds"] > 0
+    low, high = record["load"]
+    assert 0 <= low <= 1 <= high
+
+
+def test_the_router_bias_follows_the_load_and_nothing_else_moves_it(straight):
+    start = loop.to_masters(loop.random_params(CONFIG, np.random.default_rng(RUN.seed)))
+    before, after = (p["layers"][3]["ffn"]["gate"]["bias"] for p in (start, straight[0].params))
+    moved = np.abs(after - before)
+    assert moved.max() <= 6 * 0.001 + 1e-6 and moved.max() >= 0.001 - 1e-6
+
+
+def test_a_state_of_another_run_or_model_is_refused(tmp_path):
+    run = trainer(tmp_path)
+    run.save()
+    with pytest.raises(ValueError, match="belongs to another run or model"):
+        trainer(tmp_path, replace(RUN, peak=1.0))
+    with pytest.raises(ValueError, match="belongs to another run or model"):
+        trainer(tmp_path, config=CONFIG.but(routed_scaling_factor=1.0))
+    assert trainer(tmp_path, replace(RUN, save_every=5)).done == 0
+
+
+def test_a_full_disk_leaves_the_last_good_state(straight, tmp_path, monkeypatch):
+    run = trainer(tmp_path)
+    run.save()
+    good = run.state_file.read_bytes()
+    run.step()
+
+    def full(*_, **__):
+        raise OSError(28, "No space left on device")
+
+    monkeypatch.setattr(loop.os, "fsync", full)
+    with pytest.raises(OSError, match="No space left"):
+        run.save()
+    assert run.state_file.read_bytes() == good
+    assert [p.name for p in tmp_path.iterdir()] == ["state.npz"]
+
+
+def test_a_kill_during_a_save_loses_only_the_steps_since_the_last_one(tmp_path):
+    """The process dies after writing half of the new state."""
+    code = f"""
+import os, sys
+sys.path[:0] = {sys.path!r}
+import numpy as np, test_train_loop as t
+run = t.trainer({str(tmp_path)!r})
+run.step(); run.save(); run.step()
+np.savez = lambda file, **arrays: (file.write(b"half"), file.flush(), os._exit(9))
+run.save()
+"""
+    done = subprocess.run(
+        [sys.executable, "-c", code], env={**os.environ, "OPENBLAS_NUM_THREADS": "1"}
+    )
+    assert done.returncode == 9
+    assert trainer(tmp_path).done == 1
+
+
+def test_a_loss_that_is_not_finite_stops_with_the_step(tmp_path, monkeypatch):
+    run = trainer(tmp_path)
+    before = bits(run)
+    broken = lambda *_: (float("nan"), {}, {})  # noqa: E731
+    monkeypatch.setattr(loop, "loss_and_grads", broken)
+    with pytest.raises(FloatingPointError, match="step 0: the loss is nan"):
+        run.step()
+    assert run.done == 0 and bits(run) == before
+
+
+def test_the_first_gradient_that_is_not_finite_is_named():
+    grads = {"a": np.ones(3, np.float32), "b": {"c": np.array([1, np.inf], np.float32)}}
+    with pytest.raises(FloatingPointError, match=r"step 7: the gradient of b\.c is not finite"):
+        clip(grads, 1.0, 7)
+
+
+def test_clipping_scales_all_gradients_by_one_factor():
+    rows = (np.array([2, 5]), np.full((2, 2), 3, np.float32))
+    grads = {"a": np.full(7, 4, np.float32), "table": rows}
+    norm = clip(grads, 1.0, 0)
+    assert norm == pytest.approx(np.sqrt(7 * 16 + 4 * 9))
+    assert grads["a"][0] / rows[1][0, 0] == pytest.approx(4 / 3)
+    assert 7 * grads["a"][0] ** 2 + 4 * rows[1][0, 0] ** 2 == pytest.approx(1)
+    assert clip(grads, 2.0, 0) == pytest.approx(1)
+
+
+def test_recall_documents_join_the_batch(tmp_path):
+    asked = []
+
+    def more(step):
+        asked.append(step)
+        return [np.arange(10)]
+
+    run = trainer(tmp_path, more=more)
+    assert run.step()["tokens"] == 58
+    assert asked == [0]
+
+
+def test_held_out_bits_per_byte_by_hand(straight):
+    """One document of three predicted tokens: -log2 of the model's own probabilities."""
+    run = straight[0]
+    ids = np.array([0, 9, 10, 11, CONFIG.eos_token_id])
+    got = run.evaluate([[ids]], text_bytes=3)
+    weights, numerics = run._weights(run.done)
+    nats = loop.total_nats(weights, CONFIG, [ids[:-1]], numerics, CLASSES)
+    assert got == pytest.approx(nats / 3 / np.log(2), rel=1e-5)
+    assert len(Documents([ids[:-1]]).targets()[0]) == 3
+
+
+def test_log_lines_are_json(straight, tmp_path):
+    run = trainer(tmp_path)
+    run.log(straight[1][0])
+    (line,) = (tmp_path / "log.jsonl").read_text().splitlines()
+    assert json.loads(line)["tokens"] == 48
+
+
+@pytest.mark.parametrize("field", ["length", "batch", "steps", "save_every"])
+def test_sizes_below_one_are_refused_by_name(field):
+    with pytest.raises(ValueError, match=f"{field}: expected a positive number, got 0"):
+        replace(RUN, **{field: 0})
+
+
+def test_the_reference_checkpoint_is_not_touched():
+    """Training works on copies: nothing here may write into the golden folder."""
+    assert not list(GOLDEN.glob("state*"))
