@@ -20,7 +20,7 @@ from compare import repeatable
 from hypothesis import given
 from hypothesis import strategies as st
 
-from dsv41 import prompt
+from dsv41 import prompt_tokens as prompt
 from dsv41.token_classes import load_token_classes
 from dsv41.tokenizer import load_tokenizer
 from dsv41.train import corpus, data

@@ -151,7 +151,7 @@ class Trainer:
             self.done = int(saved["done"])
         self.params = nest({k: beside(v, self.like) for k, v in params.items()})
         self.optimizer = Optimizer(self.config, self.params)
-        self.optimizer.load_state_dict({k: beside(v, self.like) for k, v in state.items()})
+        self.optimizer.load_state_dict(state)  # which copies each array to where its own lives
 
     def _documents(self, step):
         packed = self.batches(step)
