@@ -44,6 +44,7 @@ class Cache:
         self.written = {s: [] for s in self.ratio}  # tokens whose global KV exists, per slot
         self.floor = {"encoder": [], "decoder": []}  # first token with window KV, per slot
         self.marks = {}  # slot -> what a rollback needs (rollback.py)
+        self.broken = set()  # slots that an error left in the middle of a step
         self.work = {"encoder": 0, "decoder": 0}  # tokens times layers computed so far
         self.history = np.zeros((0, config.engram_max_ngram_size - 1), np.int64)
         self.window = [self._ring(0) for _ in range(config.num_hidden_layers)]
@@ -64,10 +65,12 @@ class Cache:
 
     def release(self, slot):
         """Free a request's slot and pages for others."""
-        self.require_open(slot)
+        if slot not in self.broken:
+            self.require_open(slot)
         self.free_pages += self.pages[slot]
         self.length[slot], self.pages[slot] = None, []
         self.marks.pop(slot, None)
+        self.broken.discard(slot)
 
     def reserve(self, slot, length):
         """Give the request the pages that `length` tokens need."""
@@ -87,24 +90,26 @@ class Cache:
         """Raise ValueError unless `slot` is an open request."""
         if not 0 <= slot < len(self.length) or self.length[slot] is None:
             raise ValueError(f"slot: {slot} is not an open request")
+        if slot in self.broken:
+            raise ValueError(f"slot: a step of {slot} failed half way; release it and start again")
 
     # ---- one call --------------------------------------------------------------------------
 
-    def begin(self, batch, decode_from=None):
+    def begin(self, batch, decoder_from=None):
         """Make room for the batch's tokens -> (T,) bool, the rows that run through the decoder.
 
-        decode_from: a position per request. Tokens before it leave no window KV in the decoder,
+        decoder_from: a position per request. Tokens before it leave no window KV in the decoder,
         so its windows begin there.
         """
         for slot, _, _, end in batch.segments():
             self.reserve(slot, end)
-        if decode_from is None:
+        if decoder_from is None:
             return np.ones(len(batch.ids), bool)
-        decode_from = np.asarray(decode_from, np.int64)
-        for (slot, _, first, end), position in zip(batch.segments(), decode_from, strict=True):
+        decoder_from = np.asarray(decoder_from, np.int64)
+        for (slot, _, first, end), position in zip(batch.segments(), decoder_from, strict=True):
             if position > first:
                 self.floor["decoder"][slot] = min(int(position), end)
-        return batch.positions >= decode_from[batch.order]
+        return batch.positions >= decoder_from[batch.order]
 
     def advance(self, batch):
         """The batch's tokens have been computed: count them."""
@@ -117,6 +122,7 @@ class Cache:
         """Pool rows (same shape, int64) of a request's entry numbers; -1 stays -1."""
         per_page = self.page_tokens // self.ratio[source]
         entries = entries if hasattr(entries, "shape") else np.array(entries)
+        # a request without pages has only -1 to look up; any table will do for those
         table = beside(np.array(self.pages[slot] or [0], np.int64), entries)
         found = table[np.maximum(entries, 0) // per_page] * per_page + entries % per_page
         return np.where(entries < 0, -1, found)

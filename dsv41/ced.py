@@ -32,20 +32,20 @@ def halves(plan):
     return encoder, plan[len(encoder) :]
 
 
-def run_layers(streams, pre, layers, decodes, call):
-    """All blocks: streams (T, S, D), pre (T, S), layers: their parameters, decodes (T,) bool.
+def run_layers(streams, pre, layers, in_decoder, call):
+    """All blocks: streams (T, S, D), pre (T, S), layers: their parameters, in_decoder (T,) bool.
 
-    Rows where `decodes` is False end after the encoder half, their global KV complete.
+    Rows where `in_decoder` is False end after the encoder half, their global KV complete.
     -> streams and pre of the decoded rows.
     """
     encoder, decoder = halves(call.config.plan)
     call = call.with_floors("encoder")
     for layer in encoder:
         streams, pre = block(streams, pre, layers[layer.index], layer, call)
-    if decoder and not decodes.all():
+    if decoder and not in_decoder.all():
         write_decoder_kv(streams, pre, layers[decoder[0].index], decoder[0], call)
-        rows = beside(np.flatnonzero(decodes), call.cache.like)
-        streams, pre, call = streams[rows], pre[rows], call.only(decodes)
+        rows = beside(np.flatnonzero(in_decoder), call.cache.like)
+        streams, pre, call = streams[rows], pre[rows], call.only(in_decoder)
     call = call.with_floors("decoder")
     for layer in decoder if len(streams) else ():
         streams, pre = block(streams, pre, layers[layer.index], layer, call)

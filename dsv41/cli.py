@@ -15,7 +15,10 @@ A user's mistake ends with one line on stderr and exit code 2.
 import argparse
 import sys
 import time
+from contextlib import nullcontext
 from pathlib import Path
+
+import numpy as np
 
 STRATEGIES = ("bounded", "zero", "periodic", "full")
 GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "v41_tiny_a"
@@ -26,7 +29,7 @@ def main(argv=None):
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments) or 0
-    except (ValueError, FileNotFoundError, ImportError) as error:
+    except (ValueError, OSError, ImportError) as error:
         print(f"dsv41 {arguments.command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:
@@ -71,7 +74,10 @@ def _parser():
     generate.add_argument("--seed", type=int, default=0)
     generate.add_argument("--draft", action="store_true", help="speculate with DSpark")
     generate.add_argument("--store", type=Path, help="directory of the prefix store")
-    generate.add_argument("--strategy", choices=STRATEGIES, default="bounded")
+    generate.add_argument("--strategy", choices=STRATEGIES, help="bounded, or zero with --exact")
+    generate.add_argument("--store-budget", type=int, default=4096, help="MB on disk (4096)")
+    generate.add_argument("--page-tokens", type=int, default=64, help="tokens of a stored block")
+    generate.add_argument("--period", type=int, default=1024, help="of the periodic strategy")
     generate.add_argument("--chunk", type=int, default=512, help="prompt tokens per step")
     generate.add_argument("--exact", action="store_true", help="every layer for every token")
     generate.add_argument("--numerics", choices=("official", "float32"), default="official")
@@ -117,6 +123,11 @@ def _demo(arguments):
     modes = (("prompt_fp32", FLOAT32), ("prompt_bf16q", OFFICIAL))
     paths = [(arguments.dir / f"{stem}.npz", numerics) for stem, numerics in modes]
     agreed = [_print_agreement(model, *pair) for pair in paths if pair[0].exists()]
+    if not agreed:
+        logits = model.logits(range(min(8, model.config.vocab_size)))
+        print(
+            f"no reference arrays here; logits of 8 tokens are finite: {np.isfinite(logits).all()}"
+        )
     return 0 if all(agreed) else 1
 
 
@@ -194,27 +205,44 @@ def _generate(arguments):
 
     model = load(arguments.dir)
     sampling = Sampling(arguments.temperature, arguments.top_p, arguments.seed)
-    ids, options = _prompt_ids(model, arguments), _engine_options(model, arguments)
-    for piece in stream_text(model, ids, arguments.max_tokens, sampling, **options):
-        print(piece, end="", flush=True)
+    ids = _prompt_ids(model, arguments)
+    with _store(arguments) as store:
+        options = _engine_options(model, store, arguments)
+        for piece in stream_text(model, ids, arguments.max_tokens, sampling, **options):
+            print(piece, end="", flush=True)
     print()
 
 
-def _engine_options(model, arguments):
+def _store(arguments):
+    """The prefix store on disk as a context, or one that holds nothing."""
+    if arguments.store is None:
+        return nullcontext()
+    from .store import Store
+
+    # keys carry the model's fingerprint themselves (prefix.py)
+    return Store(arguments.store, b"prefix", budget=arguments.store_budget << 20)
+
+
+def _engine_options(model, store, arguments):
     from . import FLOAT32, OFFICIAL
+    from .prefix import PrefixCache
     from .schedule import measure_throughput
 
     numerics = OFFICIAL if arguments.numerics == "official" else FLOAT32
-    numerics = numerics.but(batch_invariant=True)
+    numerics, speed, prefix = numerics.but(batch_invariant=True), None, None
+    if arguments.draft:
+        speed = measure_throughput(model, numerics, (1, 2, 4, 6))
+    if store is not None:
+        strategy = arguments.strategy or ("zero" if arguments.exact else "bounded")
+        prefix = PrefixCache(model, store, strategy, period=arguments.period)
     return {
         "numerics": numerics,
         "chunk": arguments.chunk,
         "exact": arguments.exact,
         "draft": arguments.draft,
-        "steps_per_second": measure_throughput(model, numerics, (1, 2, 4, 6))
-        if arguments.draft
-        else None,
-        "prefix": _prefix(model, numerics, arguments),
+        "steps_per_second": speed,
+        "prefix": prefix,
+        "page_tokens": arguments.page_tokens,
         "progress": _show_progress if sys.stderr.isatty() else None,
         "finished": lambda summary: print(f"\n[{summary}]", file=sys.stderr),
     }
@@ -236,21 +264,10 @@ def _prompt_ids(model, arguments):
     return encode_prompt(model.tokenizer, [message], thinking=thinking, **options)
 
 
-def _prefix(model, numerics, arguments):
-    if arguments.store is None:
-        return None
-    from .fingerprint import fingerprint
-    from .prefix import PrefixCache
-    from .store import Store
-
-    exact = arguments.exact or arguments.strategy != "bounded"
-    store = Store(arguments.store, fingerprint(model, numerics, exact))
-    return PrefixCache(model, store, arguments.strategy)
-
-
 def _show_progress(done, total):
     width = 30 * done // total
-    print(f"\rprompt [{'#' * width:<30}] {done}/{total}", end="", file=sys.stderr, flush=True)
+    end = "\n" if done == total else ""
+    print(f"\rprompt [{'#' * width:<30}] {done}/{total}", end=end, file=sys.stderr, flush=True)
 
 
 def _train(arguments):
@@ -273,7 +290,7 @@ def _ledger(arguments):
     if any(context < 1 for context in arguments.context):
         raise ValueError("context: expected positive token counts")
     if arguments.dir is not None:
-        print(breakdown(Config.load(arguments.dir)))
+        print(breakdown(Config.load(arguments.dir), arguments.context))
     else:
         print(report(list(MODELS.values()), arguments.context))
     if arguments.figures:

@@ -135,7 +135,7 @@ class Config:
             if flat.get(name, expected) != expected:
                 raise ValueError(f"{name}: this model has {expected!r}, got {flat[name]!r}")
         for name, expected in _QUANTIZATION.items():
-            got = raw.get("quantization_config", {}).get(name, expected)
+            got = (raw.get("quantization_config") or {}).get(name, expected)
             if got != expected:
                 raise ValueError(f"quantization_config.{name}: expected {expected!r}, got {got!r}")
         values = _read(cls, flat, "text_config")

@@ -3,7 +3,8 @@
 Every layer attends to its own window. Layers with a ratio also attend to compressed entries:
 
     full      compresses its input into new entries, writes main KV and index keys, selects
-    reindex   writes nothing; selects with its own queries among the source's keys
+    reindex   writes nothing; selects with its own queries among the source's keys, or, behind the
+              layer that publishes a candidate pool, among the keys of each query's pool
     reuse     writes nothing, scores nothing; reads the entries that its index source selected
 
 So a Reuse layer reads three things: its own window records, the main KV of `layer.kv_source`, and
@@ -96,12 +97,10 @@ def select(x, c_q, p, layer, call):
     open_scores(call.trace, layer, visible)
     choose = choose_in_pool if layer.candidates == "consume" else choose_anywhere
     for slot, rows, first, end in call.batch.segments():
-        keys = call.cache.index_keys(layer.kv_source, slot, end // layer.ratio)
-        for at in _query_blocks(rows, layer, len(keys), config, block_elements(x)):
-            last = first + at.stop - rows.start  # positions ascend: the last query sees most
-            seen = keys[: last // layer.ratio]
-            if len(seen):
-                scores = choose(q[at], w[at], seen, visible[at], at, layer, call)
+        for at in _query_blocks(rows, layer, end // layer.ratio, config, block_elements(x)):
+            seen = (first + at.stop - rows.start) // layer.ratio  # by the last query, the most
+            if seen:
+                scores = choose(q[at], w[at], slot, seen, visible[at], at, layer, call)
                 put_scores(call.trace, layer, at, visible, *scores)
     put(call.trace, layer, "idx.q", lambda: q)
     put(call.trace, layer, "idx.w", lambda: w)
@@ -109,9 +108,12 @@ def select(x, c_q, p, layer, call):
     put_pool(call.trace, layer, shared, visible, config)
 
 
-def choose_anywhere(q, w, keys, visible, at, layer, call):
-    """Top-k over all keys for the queries in rows `at`; returns (scores (t, N), None)."""
+def choose_anywhere(q, w, slot, seen, visible, at, layer, call):
+    """Top-k over the request's first `seen` keys for the queries in rows `at`; the scan that grows
+    with the context. Returns what a trace shows: scores (t, N), and None for "all entries".
+    """
     config, shared = call.config, call.shared
+    keys = call.cache.index_keys(layer.kv_source, slot, seen)
     scores = indexer.index_scores(q, w, keys, call.numerics)
     shared.selected[layer.index][at] = indexer.index_topk(scores, visible, config.index_topk)
     if layer.candidates == "publish":
@@ -121,13 +123,16 @@ def choose_anywhere(q, w, keys, visible, at, layer, call):
     return scores, None
 
 
-def choose_in_pool(q, w, keys, visible, at, layer, call):
-    """Top-k among each query's pool; returns (scores (t, P), the pool's entry numbers (t, P))."""
-    config, shared = call.config, call.shared
-    used = -(-len(keys) // config.candidate_block_size)  # no query keeps more blocks than that
+def choose_in_pool(q, w, slot, seen, visible, at, layer, call):
+    """Top-k among each query's pool; only the pool's keys are read. Returns what a trace shows:
+    scores (t, P) and the pool's entry numbers (t, P).
+    """
+    config, shared, source = call.config, call.shared, layer.kv_source
+    used = -(-seen // config.candidate_block_size)  # no query keeps more blocks than that
     entries = indexer.pool_entries(shared.pool[at][:, :used], config.candidate_block_size)
-    readable = np.clip(entries, 0, len(keys) - 1)  # the newest block may reach past the last key
-    scores = indexer.index_scores(q, w, keys[readable], call.numerics)
+    readable = np.clip(entries, 0, seen - 1)  # the newest block may reach past the last key
+    keys = call.cache.index[source][call.cache.rows(source, slot, readable)]
+    scores = indexer.index_scores(q, w, keys, call.numerics)
     shared.selected[layer.index][at] = indexer.pool_topk(
         scores, entries, visible, config.index_topk
     )

@@ -23,7 +23,7 @@ import numpy as np
 
 from .draft import Drafter
 from .quant import OFFICIAL
-from .replay import decode_start
+from .replay import decoder_start
 from .rollback import mark, restore, rollback, snapshot
 from .sampling import Sampling, distribution, draw, verify
 from .schedule import draft_lengths
@@ -87,6 +87,12 @@ class Engine:
         self.model, self.chunk, self.max_batch = model, chunk, max_batch
         self.exact = exact or (prefix is not None and prefix.exact)
         self.cache = model.new_cache(numerics, page_tokens)
+        if prefix is not None:
+            prefix.check(self.cache)
+            if exact and not prefix.exact:
+                raise ValueError(
+                    "exact: a bounded prefix is an approximation; take another strategy"
+                )
         self.drafter = Drafter(model, self.cache) if draft else None
         self.steps_per_second, self.prefix = steps_per_second, prefix
         self.waiting, self.running = deque(), []
@@ -162,16 +168,16 @@ class Engine:
         """-> the logits of all rows that are read; features go to the drafter."""
         features = [] if self.drafter else None
         before = [self.cache.length[r.slot] for r in requests]
-        decode_from = [self._decode_from(r) for r in requests]
+        decoder_from = [self._decoder_from(r) for r in requests]
         logits = self.model.step(
             self.cache,
             [r.slot for r in requests],
             list(feeds.values()),
-            decode_from=decode_from,
+            decoder_from=decoder_from,
             tails=[self._tail(r, feeds[r]) for r in requests],
             features=features,
         )
-        self._observe(requests, before, decode_from, drafts, features)
+        self._observe(requests, before, decoder_from, drafts, features)
         return logits
 
     def _admit(self):
@@ -203,11 +209,11 @@ class Engine:
                 room -= end - at
         return feeds
 
-    def _decode_from(self, request):
+    def _decoder_from(self, request):
         if self.exact or not request.reading:
             return self.cache.length[request.slot]
         start = self.cache.floor["decoder"][request.slot]
-        return decode_start(len(request.prompt), start, self.model.config)
+        return decoder_start(len(request.prompt), start, self.model.config)
 
     def _tail(self, request, ids):
         """How many rows' logits are wanted: all of a writer's, the last of a finished prompt."""
@@ -248,13 +254,13 @@ class Engine:
 
     # ---- after the model -------------------------------------------------------------------
 
-    def _observe(self, requests, before, decode_from, drafts, features):
+    def _observe(self, requests, before, decoder_from, drafts, features):
         """Cut the features by request; prompts are committed, drafted tokens wait for a verdict."""
         self._features = {}
         if not features:  # no drafter, or no token reached its layers
             return
         rows, begin = np.concatenate(features, axis=1), 0
-        for request, length, start in zip(requests, before, decode_from, strict=True):
+        for request, length, start in zip(requests, before, decoder_from, strict=True):
             end = self.cache.length[request.slot]
             positions = np.arange(max(length, start), end)
             own = rows[begin : begin + len(positions)]

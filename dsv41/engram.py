@@ -23,9 +23,9 @@ import math
 
 import numpy as np
 
-from .dispatch import beside, op
-from .ops import linear_fp8, sigmoid
-from .quant import WEIGHT_FP8, require_finite_weight
+from .dispatch import beside, on_host, op
+from .ops import dense, linear_fp8, sigmoid
+from .quant import WEIGHT_FP8
 
 BARRIER = -1  # in a request's history: an image position
 
@@ -112,7 +112,10 @@ def read_rows(table, rows):
     """
     codes, scales = (table[part][beside(rows, table[part])] for part in ("weight", "scale"))
     values = WEIGHT_FP8.dequantize(codes, scales)
-    return require_finite_weight(values, "engram.embed.weight").reshape(len(rows), -1)
+    finite = np.isfinite(values).all(axis=-1)
+    if on_host(values) and not finite.all():
+        raise ValueError(f"engram.embed.weight: row {rows.flat[np.argmin(finite)]} holds a NaN")
+    return values.reshape(len(rows), -1)
 
 
 @op
@@ -137,5 +140,7 @@ def engram(streams, rows, p, is_image, config, numerics):
     kv = linear_fp8(memory, p["wkv"]["weight"], numerics)
     key, value = kv[:, : count * width].reshape(tokens, count, width), kv[:, count * width :]
     return engram_gate(
-        streams, key, value, p["q_weight"], p["k_weight"], is_image, config.rms_norm_eps, numerics
+        *(streams, key, value, dense(p["q_weight"]), dense(p["k_weight"]), is_image),
+        config.rms_norm_eps,
+        numerics,
     )

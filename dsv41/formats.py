@@ -7,10 +7,12 @@ A small float has a sign, e exponent bits and m mantissa bits with a bias b:
 bf16 is the upper half of a float32. E4M3 (one byte, largest 448) carries FP8 weights, activations
 and the window cache; E2M1 (half a byte: 0 .5 1 1.5 2 3 4 6) carries FP4 experts, index keys and
 the main KV cache; E8M0 is a bare exponent, the scale of an MX block. Everything rounds to nearest,
-ties to the even code, and saturates instead of overflowing. All of it is integer arithmetic on the
-bits, so the same text runs on NumPy and CuPy arrays. Source: OCP Microscaling formats v1.0 and
-OCP FP8; the released inference/kernel.py uses exactly these roundings. NaN: bf16 and E4M3 carry
-it, E2M1 cannot, and quant.py refuses it before it gets here.
+ties to the even code, and saturates instead of overflowing. Codes come from integer arithmetic on
+the bits, so the same text runs on NumPy and CuPy arrays; two shortcuts give the rounded value
+without the code, and tests hold them to the codes: `Minifloat.round`, and for bf16 on a CPU
+ml_dtypes. Source: OCP Microscaling formats v1.0 and OCP FP8; the released inference/kernel.py uses
+exactly these roundings. NaN: bf16 and E4M3 carry it, E2M1 cannot, and quant.py refuses it before
+it gets here.
 """
 
 from dataclasses import dataclass

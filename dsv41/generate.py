@@ -59,13 +59,15 @@ def stream_text(
     ids = prompt if not isinstance(prompt, str) else model.tokenizer.encode(prompt)
     engine = Engine(model, **options)
     request = engine.submit(ids, max_tokens, sampling, stop)
-    stream = model.tokenizer.stream()
+    stream, reported = model.tokenizer.stream(), False
     while engine.busy:
         for _, tokens in engine.step():
             shown = [t for t in tokens if t not in request.stop]
             yield "".join(stream.push(t) for t in shown)
-        if progress and request.slot is not None and request.reading:
-            progress(engine.cache.length[request.slot], len(request.prompt))
+        if progress and not reported:
+            done = len(request.prompt) if request.tokens else engine.cache.length[request.slot]
+            progress(done, len(request.prompt))
+            reported = bool(request.tokens)
     yield stream.flush()
     if finished:
         finished(summarise(request))

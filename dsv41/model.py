@@ -24,29 +24,30 @@ from .dispatch import beside
 from .engram import BARRIER, hash_rows, look_back, multipliers, table_primes
 from .mhc import hc_collapse, initial_streams
 from .ops import matmul_rows, rmsnorm, rows
-from .quant import OFFICIAL
+from .quant import OFFICIAL, require_finite_weight
+from .tensors import flatten
 from .token_classes import load_token_classes
 from .tokenizer import load_tokenizer
 from .trace import put
 
 
-def forward(params, call, embedding=None, decodes=None, wanted=None):
+def forward(params, call, embedding=None, in_decoder=None, wanted=None):
     """Run the new tokens of `call.batch`, appending to `call.cache` -> logits (rows, V) f32.
 
     embedding (T, D) f32 replaces the token embeddings (image rows come from a vision tower).
-    decodes (T,) bool: rows that run through the decoder half (default all); wanted (T,) bool: of
+    in_decoder (T,) bool: rows that run through the decoder half (default all); wanted (T,) bool: of
     these, the rows whose logits are computed (default all).
     """
     config, numerics, tokens = call.config, call.numerics, len(call.batch.ids)
-    decodes = np.ones(tokens, bool) if decodes is None else decodes
-    wanted = decodes if wanted is None else wanted & decodes
+    in_decoder = np.ones(tokens, bool) if in_decoder is None else in_decoder
+    wanted = in_decoder if wanted is None else wanted & in_decoder
     if embedding is None:
         embedding = rows(params["embed"]["weight"], beside(call.batch.ids, call.cache.like))
     embedding = numerics.store(beside(embedding, call.cache.like))
     put(call.trace, None, "embedding", lambda: embedding)
     streams, pre = initial_streams(embedding, config.hc_mult)
-    streams, pre = run_layers(streams, pre, params["layers"], decodes, call)
-    read = beside(np.flatnonzero(wanted[decodes]), call.cache.like)
+    streams, pre = run_layers(streams, pre, params["layers"], in_decoder, call)
+    read = beside(np.flatnonzero(wanted[in_decoder]), call.cache.like)
     streams, pre = streams[read], pre[read]
     x = hc_collapse(streams, pre, numerics)
     x = rmsnorm(x, params["norm"]["weight"], config.rms_norm_eps, numerics)
@@ -83,6 +84,9 @@ class Model:
 
     def __init__(self, config, params, classes=None, directory=None, like=None):
         self.config, self.params, self.directory, self.like = config, params, directory, like
+        for name, leaf in flatten(params).items():
+            if isinstance(leaf, np.ndarray) and leaf.dtype.kind == "f":
+                require_finite_weight(leaf, name)
         self.classes = _checked_classes(config, classes)
 
     def logits(
@@ -164,14 +168,14 @@ class Model:
         embedding=None,
         trace=None,
         *,
-        decode_from=None,
+        decoder_from=None,
         tails=None,
         features=None,
     ):
         """Feed each request its next tokens: requests[i] (>= 1 ids) to slots[i] -> logits.
 
         Prefill, chunked prefill, decode and the verification of drafts are all this call.
-        decode_from: per request, the position from which tokens run through the decoder half
+        decoder_from: per request, the position from which tokens run through the decoder half
         (default: all). tails: per request, for how many of its last decoded tokens logits are
         wanted (default: all). -> (rows, V) f32, requests in order. features: a list that gets
         the drafter's inputs, one (decoded rows, D) array per target layer.
@@ -181,18 +185,23 @@ class Model:
         embedding = _checked_embedding(embedding, sum(map(len, requests)), self.config)
         starts = _checked_starts(cache, slots, requests)
         batch = make_batch(requests, starts, slots, types)
-        decodes = cache.begin(batch, decode_from)
-        memory = engram_rows(self.config, self.classes, batch, cache)
-        call = Call(
-            batch, cache, self.config, cache.numerics, memory, trace=trace, features=features
-        )
-        logits = forward(self.params, call, embedding, decodes, _tail_rows(batch, tails))
+        try:
+            in_decoder = cache.begin(batch, decoder_from)
+            memory = engram_rows(self.config, self.classes, batch, cache)
+            watch = {"trace": trace, "features": features}
+            call = Call(batch, cache, self.config, cache.numerics, memory, **watch)
+            logits = forward(self.params, call, embedding, in_decoder, _tail_rows(batch, tails))
+        except BaseException:
+            cache.broken.update(slots)  # rings and carries have moved on, lengths have not
+            raise
         cache.advance(batch)
         return logits
 
     def check_ids(self, ids):
         """ids of one request -> (T,) int64; ValueError when empty, not integer or out of range."""
         ids, size = np.asarray(ids), self.config.vocab_size
+        if self.classes is not None:
+            size = min(size, len(self.classes))  # an id without a class has no place in Engram
         if ids.ndim != 1 or ids.size == 0:
             raise ValueError(f"ids: a request needs at least one token id, got shape {ids.shape}")
         if not np.issubdtype(ids.dtype, np.integer):
@@ -245,8 +254,14 @@ def _checked_starts(cache, slots, requests):
             f"slots: expected one distinct slot per request, got {list(slots)} "
             f"for {len(requests)} requests"
         )
-    for slot in slots:
+    limit = cache.config.max_position_embeddings
+    for slot, request in zip(slots, requests, strict=True):
         cache.require_open(slot)
+        if cache.length[slot] + len(request) > limit:
+            raise ValueError(
+                f"ids: {cache.length[slot]} tokens and {len(request)} more exceed "
+                f"max_position_embeddings {limit}"
+            )
     return [cache.length[slot] for slot in slots]
 
 
@@ -273,10 +288,12 @@ def _checked_classes(config, classes):
         raise ValueError("classes: a model with Engram needs the class of every token id")
     table_primes(config)  # refuses row counts that the hash does not address
     classes = np.asarray(classes, np.int64)
-    if len(classes) > config.vocab_size or classes.max() >= config.engram_compressed_vocab_size:
+    count = config.engram_compressed_vocab_size
+    in_range = classes.ndim == 1 and classes.size and 0 <= classes.min() <= classes.max() < count
+    if not in_range or len(classes) > config.vocab_size:
         raise ValueError(
             f"classes: expected up to {config.vocab_size} ids in "
             f"{config.engram_compressed_vocab_size} classes, "
-            f"got {len(classes)} in {classes.max() + 1}"
+            f"got shape {classes.shape} from {classes.min(initial=0)} to {classes.max(initial=0)}"
         )
     return classes

@@ -83,21 +83,29 @@ def check_config(config):
         raise ValueError(problem)
 
 
-def _kind_problems(c):
+def _kind_problems(c, where=""):
     """Every field holds what it is annotated with; numbers are finite and not negative."""
     for f in fields(c):
         value = getattr(c, f.name)
-        if f.type in (int, float):
-            good, what = _is_number(value, f.type), f"a number ({f.type.__name__})"
-        elif f.type == int | None:
-            good, what = value is None or _is_number(value, int), "an integer or nothing"
-        elif f.type is tuple:
-            good = isinstance(value, tuple) and all(_is_number(v, int) for v in value)
-            what = "a list of integers"
-        else:
-            continue
-        if not good:
-            yield f"{f.name}: expected {what}, not negative, got {value!r}"
+        if f.name in ("rope_scaling", "vision_config") and value is not None:
+            yield from _kind_problems(value, f"{f.name}.")
+        expected = _kind_problem(f.type, value)
+        if expected:
+            yield f"{where}{f.name}: expected {expected}, not negative, got {value!r}"
+        elif where and f.type in (int, float) and value == 0:
+            yield f"{where}{f.name}: expected a positive number, got 0"
+
+
+def _kind_problem(kind, value):
+    """What a field of this annotation should have held; None if it does."""
+    if kind in (int, float) and not _is_number(value, kind):
+        return f"a number ({kind.__name__})"
+    if kind == int | None and not (value is None or _is_number(value, int)):
+        return "an integer or nothing"
+    if kind == float | None and not (value is None or _is_number(value, float)):
+        return "a number or nothing"
+    is_list = isinstance(value, tuple) and all(_is_number(v, int) for v in value)
+    return "a list of integers" if kind is tuple and not is_list else None
 
 
 def _is_number(value, kind):
@@ -109,17 +117,20 @@ def _count_problems(c):
     positive = (
         "vocab_size hidden_size moe_intermediate_size num_hidden_layers num_attention_heads "
         "head_dim q_lora_rank o_lora_rank o_groups n_routed_experts num_experts_per_tok "
-        "sliding_window index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters"
+        "sliding_window index_n_heads index_head_dim index_topk hc_mult hc_sinkhorn_iters "
+        "rope_theta compress_rope_theta max_position_embeddings engram_head_dim engram_n_heads "
+        "dspark_block_size"
     )
     for name in positive.split():
-        if not (isinstance(getattr(c, name), int) and getattr(c, name) > 0):
-            yield f"{name}: expected a positive integer, got {getattr(c, name)!r}"
+        if not getattr(c, name) > 0:
+            yield f"{name}: expected a positive number, got {getattr(c, name)!r}"
     grouped = (
         "hidden_size moe_intermediate_size head_dim q_lora_rank index_head_dim engram_head_dim"
     )
     for name in grouped.split():
         if getattr(c, name) % 32:
             yield f"{name}: the quantisers group 32 channels, {getattr(c, name)} is no multiple"
+    yield from _token_problems(c)
     if c.o_groups * c.o_lora_rank % 32:
         yield (
             f"o_lora_rank: the quantisers group 32 channels, {c.o_groups} groups of "
@@ -127,7 +138,11 @@ def _count_problems(c):
         )
     if c.engram_max_ngram_size < 2:
         yield f"engram_max_ngram_size: expected at least 2, got {c.engram_max_ngram_size}"
-    for name in ("image_token_id", "engram_pad_token_id"):
+
+
+def _token_problems(c):
+    special = ["image_token_id", "engram_pad_token_id"]
+    for name in special + ["dspark_noise_token_id"] * (c.num_nextn_predict_layers > 0):
         if (getattr(c, name) or 0) >= c.vocab_size:
             yield f"{name}: {getattr(c, name)} is outside the vocabulary of {c.vocab_size}"
 
@@ -161,6 +176,8 @@ def _plan_problems(c):
     for index in range(layers):
         yield from _layer_problems(c, index)
     yield from _pool_problems(c)
+    if c.num_nextn_predict_layers and not c.dspark_target_layer_ids:
+        yield "dspark_target_layer_ids: the drafter needs at least one layer to look at"
     if len(c.engram_num_embeddings) != len(c.engram_layer_ids):
         yield "engram_num_embeddings: expected one row count per engram layer"
 

@@ -1,10 +1,10 @@
 """How is the work on a shared prompt kept for the next request, and what is worth keeping?
 
 Tokens are cut into blocks of one page. A block's key hashes its tokens and, through the key of the
-block before, everything that stands before it; with the store's fingerprint of model and numerics
-that is all its global KV depends on. Saved per block: main KV and index keys of every source, 890
-bytes a token in the real plan. Window KV is the question, because it is large and soon useless.
-Four answers, by what a hit of H tokens then costs:
+block before, everything that stands before it, from a fingerprint of model, numerics and replay
+rule on: all that its global KV depends on. Saved per block: main KV and index keys of every
+source, 890 bytes a token in the real plan. Window KV is the question, because it is large and soon
+useless. Four answers, by what a hit of H tokens then costs:
 
     bounded    V4.1: keep none; run the last W tokens again, approximately (replay.py)
     zero       keep none; run the last W * layers tokens again, exactly
@@ -21,6 +21,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
+from .fingerprint import fingerprint
 from .replay import begin_replay, resume_at
 
 STRATEGIES = ("bounded", "zero", "periodic", "full")
@@ -46,14 +47,32 @@ class PrefixCache:
     def __init__(self, model, store, strategy="bounded", pool=None, period=1024):
         if strategy not in STRATEGIES:
             raise ValueError(f"strategy: expected one of {STRATEGIES}, got {strategy!r}")
+        if pool is not None and strategy != "bounded":
+            raise ValueError(f"pool: pooled windows are for the bounded strategy, not {strategy}")
         self.model, self.store, self.strategy = model, store, strategy
         self.pool, self.period = pool, period
         self.saved = {}  # slot -> blocks of this request that are stored
+        self.marks = {}  # numerics -> fingerprint, which every key begins with
 
     @property
     def exact(self):
         """Whether a resumed request computes what it would have computed alone."""
         return self.strategy != "bounded"
+
+    def check(self, cache):
+        """ValueError when this cache's pages cannot serve the strategy."""
+        block, width = cache.page_tokens, self.model.config.sliding_window
+        if self.strategy == "full" and block > width:
+            raise ValueError(f"page_tokens: full window KV needs blocks up to {width}, got {block}")
+        if self.strategy == "periodic" and (self.period < 1 or self.period % block):
+            raise ValueError(f"period: expected a multiple of {block} tokens, got {self.period}")
+
+    def keys(self, cache, ids):
+        """A key per whole block of ids, of this model, these numerics and this rule alone."""
+        if cache.numerics not in self.marks:
+            mark = fingerprint(self.model, cache.numerics, self.exact)
+            self.marks[cache.numerics] = mark
+        return block_keys(ids, cache.page_tokens, self.marks[cache.numerics])
 
     # ---- resume ----------------------------------------------------------------------------
 
@@ -62,7 +81,7 @@ class PrefixCache:
 
         At least one token is left to feed, since its logits are what the caller wants.
         """
-        keys = block_keys(ids[: len(ids) - 1], cache.page_tokens)
+        keys = self.keys(cache, ids[: len(ids) - 1])
         found = self._load_blocks(cache, slot, keys[: self.store.longest(keys)])
         self.saved[slot] = found
         if not found:
@@ -128,9 +147,7 @@ class PrefixCache:
 
     def stop_before(self, cache, length, total):
         """Where a prefill at `length` of `total` tokens has to stop so that `save` sees windows."""
-        block, width = cache.page_tokens, self.model.config.sliding_window
-        if self.strategy == "full" and block > width:
-            raise ValueError(f"page_tokens: full window KV needs blocks up to {width}, got {block}")
+        block = cache.page_tokens
         step = {"full": block, "periodic": self.period}.get(self.strategy)
         if step:
             return min(total, (length // step + 1) * step)
@@ -138,15 +155,19 @@ class PrefixCache:
         return last if self.pool is not None and length < last else total
 
     def save(self, cache, slot, ids):
-        """Store the request's whole blocks that are not stored yet; ids: all its tokens."""
-        block, length = cache.page_tokens, cache.length[slot]
+        """Store the request's whole blocks that are not stored yet; ids: all its tokens.
+
+        A request that ended inside a verified draft has run more tokens than it kept; what lies
+        behind the kept ones is not stored, nor are the windows, which have moved on.
+        """
+        block, length = cache.page_tokens, min(cache.length[slot], len(ids))
         if length // block <= self.saved.get(slot, 0):
             return
-        keys = block_keys(ids[:length], block)
+        keys = self.keys(cache, ids[:length])
         new = range(self.saved.get(slot, 0), len(keys))
         self.store.put_many((keys[number], cache.get_block(slot, number)) for number in new)
         self.saved[slot] = len(keys)
-        if length % block == 0:
+        if length % block == 0 and length == cache.length[slot]:
             self._save_windows(cache, slot, length, keys[-1])
 
     def _save_windows(self, cache, slot, length, key):
@@ -171,9 +192,11 @@ class PrefixCache:
         self.saved.pop(slot, None)
 
 
-def block_keys(ids, block):
-    """ids (T,) int -> a 32-byte key per whole block of `block` tokens, hashing all before too."""
-    ids, chain, keys = np.asarray(ids, np.int64), b"", []
+def block_keys(ids, block, start=b""):
+    """ids (T,) int -> a 32-byte key per whole block of `block` tokens, hashing all before too,
+    and `start` before them.
+    """
+    ids, chain, keys = np.asarray(ids, np.int64), start, []
     for begin in range(0, len(ids) // block * block, block):
         chain = _hash(chain + ids[begin : begin + block].astype("<i8").tobytes())
         keys.append(chain)

@@ -35,7 +35,7 @@ def replay_start(hit, config, exact=False):
     return max(0, hit - back)
 
 
-def decode_start(total, start, config):
+def decoder_start(total, start, config):
     """First token of a prefill of `total` tokens that runs through the decoder half."""
     return max(start, total - config.sliding_window, 0)
 

@@ -103,4 +103,4 @@ def _attend(q, kv, valid, sink, numerics):
     # a query without rows still has top = -1e30: its sink is infinitely heavy, its output 0
     with np.errstate(over="ignore"):
         total = total + np.exp(sink[:, None] - top)
-    return weighted / np.where(total > 0, total, np.float32(1))
+    return weighted / np.where(total == 0, np.float32(1), total)

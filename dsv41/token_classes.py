@@ -57,6 +57,8 @@ def load_token_classes(directory):
         return token_classes(*decode_vocabulary(read_json(directory / "tokenizer.json")))
     if (directory / "tokens.json").exists():
         tokens = read_json(directory / "tokens.json")
+        if not isinstance(tokens, dict) or not tokens.get("text") or not tokens.get("vocab"):
+            raise ValueError("tokenizer: tokens.json needs lists under text and vocab")
         return token_classes(tokens["text"], tokens["vocab"])
     raise ValueError(f"tokenizer: Engram needs {directory / 'tokenizer.json'}, which is missing")
 

@@ -342,7 +342,7 @@ def test_features_are_the_streams_mean_behind_engram_and_before_the_block(small,
 def test_features_belong_to_the_rows_that_are_decoded(small):
     cache, features = small.new_cache(EXACT["float32"]), []
     slots, prompts = [small.open(cache) for _ in range(2)], [some_ids(9, 1), some_ids(4, 2)]
-    small.step(cache, slots, prompts, features=features, decode_from=[6, 0], tails=[0, 1])
+    small.step(cache, slots, prompts, features=features, decoder_from=[6, 0], tails=[0, 1])
     assert [f.shape for f in features] == [(3 + 4, CONFIG.hidden_size)] * 2
     cache, alone = small.new_cache(EXACT["float32"]), []
     small.step(cache, [small.open(cache)], prompts[1:], features=alone)

@@ -110,7 +110,7 @@ def test_only_the_last_window_of_a_prompt_is_decoded(numerics, length):
     cache = model().new_cache(EXACT[numerics])
     slot, text = model().open(cache), []
     start = max(0, length - W)
-    logits = model().step(cache, [slot], [prompt(length)], decode_from=[start])
+    logits = model().step(cache, [slot], [prompt(length)], decoder_from=[start])
     assert len(logits) == length - start
     for _ in range(TOKENS):
         text.append(int(np.argmax(logits[-1])))
@@ -550,11 +550,11 @@ def _logits(law):
         return np.log(np.concatenate([law, np.zeros(VOCAB - 4)]))
 
 
-def fake_step(cache, slots, requests, *, decode_from, tails, features):
+def fake_step(cache, slots, requests, *, decoder_from, tails, features):
     """What Model.step does to the cache, with logits looked up."""
     one = model()
     batch = make_batch(requests, [cache.length[s] for s in slots], slots)
-    cache.begin(batch, decode_from)
+    cache.begin(batch, decoder_from)
     engram_rows(one.config, one.classes, batch, cache)
     for source in cache.ratio:
         cache.mark_written(source, batch)
@@ -739,7 +739,7 @@ def test_progress_and_summary_of_a_text(speaking):
             chunk=5,
         )
     )
-    assert reports == [(5, 13), (10, 13)]
+    assert reports == [(5, 13), (10, 13), (13, 13)]
     (summary,) = summaries
     assert (summary.prompt_tokens, summary.computed, summary.new_tokens) == (13, 13, 4)
     assert summary.accepted is None

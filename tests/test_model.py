@@ -7,8 +7,9 @@ import numpy as np
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
-from reference import MODES, arrays, model
+from reference import GOLDEN, MODES, arrays, model
 
+import dsv41
 from dsv41 import FLOAT32, OFFICIAL
 
 EXACT = {name: numerics.but(batch_invariant=True) for name, numerics in MODES.items()}
@@ -208,3 +209,67 @@ def test_an_image_span_is_a_barrier_and_routes_by_its_own_bias():
     assert (as_text["L01.engram.gate"][inside] > 0).all()
     assert not np.array_equal(as_image["L00.moe.expert"][inside], as_text["L00.moe.expert"][inside])
     assert np.array_equal(as_image["L00.moe.expert"][~inside], as_text["L00.moe.expert"][~inside])
+
+
+def test_weights_left_on_disk_give_the_bits_of_weights_in_memory():
+    stored = dsv41.load(GOLDEN, resident_bytes=0)
+    assert not isinstance(stored.params["layers"][0]["attn"]["wq_a"]["weight"], np.ndarray)
+    for numerics in EXACT.values():
+        assert np.array_equal(
+            stored.logits(some_ids(40), numerics), model().logits(some_ids(40), numerics)
+        )
+
+
+def test_a_step_that_fails_half_way_is_not_continued():
+    """Rings and histories of its requests have moved on: they are refused until released."""
+    cache = model().new_cache(OFFICIAL)
+    a, b = model().open(cache), model().open(cache)
+    model().step(cache, [a, b], [some_ids(9), some_ids(9, 1)])
+    broken = np.full((1, 64), np.nan, np.float32)
+    with pytest.raises(ValueError, match="finite"):
+        model().step(cache, [a], [[5]], embedding=broken)
+    with pytest.raises(ValueError, match="failed half way; release it"):
+        model().step(cache, [a], [[5]])
+    assert np.isfinite(model().step(cache, [b], [[5]])).all()
+    cache.release(a)
+    assert model().open(cache) == a
+    model().step(cache, [a], [some_ids(9)])
+
+
+def test_a_request_ends_at_max_position_embeddings():
+    short = dsv41.Model(
+        model().config.but(max_position_embeddings=10), model().params, model().classes
+    )
+    assert short.logits(some_ids(10)).shape == (10, 288)
+    with pytest.raises(ValueError, match="0 tokens and 11 more exceed max_position_embeddings 10"):
+        short.logits(some_ids(11))
+
+
+def test_an_id_without_an_engram_class_is_refused():
+    few = dsv41.Model(model().config, model().params, model().classes[:200])
+    assert few.logits([199]).shape == (1, 288)
+    with pytest.raises(ValueError, match=r"200 at 1 is outside 0 \.\. 199"):
+        few.logits([3, 200])
+    with pytest.raises(ValueError, match="classes: expected up to 288 ids in 106 classes"):
+        dsv41.Model(model().config, model().params, model().classes - 1)
+
+
+def test_a_weight_that_is_nan_in_memory_is_named():
+    weight = model().params["norm"]["weight"].copy()
+    weight[3] = np.nan
+    with pytest.raises(ValueError, match=r"norm\.weight: weight is nan at \(3,\)"):
+        dsv41.Model(model().config, {**model().params, "norm": {"weight": weight}}, model().classes)
+
+
+def test_reindexing_behind_a_long_context_reads_the_pool_alone(monkeypatch):
+    """The consumer's work does not grow with the context: it never gathers all index keys."""
+    from dsv41.cache import Cache
+
+    asked = []
+    real = Cache.index_keys
+    monkeypatch.setattr(
+        Cache, "index_keys", lambda self, s, slot, n: asked.append(n) or real(self, s, slot, n)
+    )
+    model().logits(some_ids(90), FLOAT32)
+    sources = sum(layer.mode == "full" for layer in model().config.plan)
+    assert len(asked) == sources

@@ -2,9 +2,11 @@
 
 import numpy as np
 import pytest
-from reference import MODES, model
+from reference import GOLDEN, MODES, model
 
+import dsv41
 from dsv41 import FLOAT32, OFFICIAL
+from dsv41.draft import Draft
 from dsv41.engine import Engine
 from dsv41.fingerprint import fingerprint
 from dsv41.model import Model
@@ -128,8 +130,9 @@ def test_only_the_common_prefix_is_used():
 def test_a_damaged_block_is_recomputed(damage):
     store, prompt = Memory(), some_ids(101)
     plain, _ = run(prompt, EXACT["fp32"], exact=True)
-    run(prompt, EXACT["fp32"], PrefixCache(model(), store, "zero"))
-    key = block_keys(prompt, BLOCK)[4]
+    prefix = PrefixCache(model(), store, "zero")
+    _, engine = run(prompt, EXACT["fp32"], prefix)
+    key = prefix.keys(engine.cache, prompt)[4]
     payload = store.pop(key)
     if damage != "missing":
         store[key] = payload[:-1] if damage == "short" else payload + b"x"
@@ -140,14 +143,86 @@ def test_a_damaged_block_is_recomputed(damage):
 
 def test_full_window_kv_needs_blocks_inside_the_window():
     prefix = PrefixCache(model(), Memory(), "full")
-    engine = Engine(model(), FLOAT32, prefix=prefix, page_tokens=64)
-    engine.submit(some_ids(9))
-    with pytest.raises(
-        ValueError, match="page_tokens: full window KV needs blocks up to 8, got 64"
-    ):
-        engine.step()
+    wanted = "page_tokens: full window KV needs blocks up to 8, got 64"
+    with pytest.raises(ValueError, match=wanted):
+        Engine(model(), FLOAT32, prefix=prefix, page_tokens=64)
+
+
+def test_impossible_combinations_are_refused_at_once():
     with pytest.raises(ValueError, match="strategy: expected one of"):
         PrefixCache(model(), Memory(), "some")
+    with pytest.raises(ValueError, match="pool: pooled windows are for the bounded strategy"):
+        PrefixCache(model(), Memory(), "zero", pool=WindowPool(60, 1 << 20))
+    prefix = PrefixCache(model(), Memory(), "periodic", period=12)
+    with pytest.raises(ValueError, match="period: expected a multiple of 8 tokens, got 12"):
+        Engine(model(), FLOAT32, prefix=prefix, page_tokens=BLOCK)
+    with pytest.raises(ValueError, match="exact: a bounded prefix is an approximation"):
+        Engine(model(), FLOAT32, exact=True, prefix=PrefixCache(model(), Memory()))
+
+
+def finished(some, prompt, count, **options):
+    """-> the request after a run of an engine of its own."""
+    engine = Engine(some, EXACT["fp32"], **options)
+    stop = options.pop("stop", ())
+    request = engine.submit(prompt, count, stop=stop)
+    for _ in engine.run():
+        pass
+    return request
+
+
+class Foresight:
+    """A drafter's `propose` that knows the text, so that a whole block is verified at once."""
+
+    def __init__(self, text):
+        self.text = text
+
+    def __call__(self, slots, anchors, choose):
+        (anchor,) = anchors
+        at = self.text.index(anchor) + 1 if anchor in self.text else 0
+        tokens = np.array((self.text[at:] + self.text)[:3])
+        logits = np.full((3, 288), -9, np.float32)
+        logits[np.arange(3), tokens] = 9
+        for row in logits:
+            choose(0, row)
+        return [Draft(tokens, logits, np.full(3, 9, np.float32))]
+
+
+@pytest.mark.parametrize("strategy", ["periodic", "full", "bounded"])
+@pytest.mark.parametrize("block", [2, 4, 8])
+def test_a_stop_inside_a_draft_stores_nothing_behind_it(strategy, block):
+    """The model had run further than the text went, and its windows had moved on."""
+    drafted, store = dsv41.load(GOLDEN), Memory()
+    pool = WindowPool(60, 1 << 20) if strategy == "bounded" else None
+    exact = strategy != "bounded"
+    for count in range(2, 12):
+        prompt = some_ids(count, seed=count)
+        text = finished(drafted, prompt, 6, exact=exact).tokens
+        if len(set(text)) < 6:
+            continue
+        for attempt in range(2):
+            prefix = PrefixCache(drafted, store, strategy, pool, period=block)
+            engine = Engine(drafted, EXACT["fp32"], prefix=prefix, page_tokens=block, draft=True)
+            engine.drafter.propose = Foresight(text)
+            request = engine.submit(prompt, 6, stop=text[1:2])
+            for _ in engine.run():
+                pass
+            if exact or attempt == 0:  # a bounded hit may write another text
+                assert request.tokens == text[:2]
+        longer = prompt + text[:2] + some_ids(3)
+        prefix = PrefixCache(drafted, store, strategy, pool, period=block)
+        again = finished(drafted, longer, 4, prefix=prefix, page_tokens=block)
+        if exact:
+            assert again.tokens == finished(drafted, longer, 4, exact=True).tokens
+
+
+def test_two_models_may_share_a_store_and_a_pool():
+    store, pool, prompt = Memory(), WindowPool(60, 1 << 20), some_ids(60)
+    for some in (model(), changed_weight()):
+        first = finished(some, prompt, 6, prefix=PrefixCache(some, store, "bounded", pool))
+        assert first.computed == 60
+        exact = finished(some, prompt, 6, prefix=PrefixCache(some, store, "zero"))
+        assert exact.computed == 60
+        assert exact.tokens == finished(some, prompt, 6, exact=True).tokens
 
 
 def test_through_the_store_on_disk(tmp_path):

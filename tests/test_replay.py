@@ -8,7 +8,7 @@ from dsv41 import FLOAT32
 from dsv41.batch import make_batch
 from dsv41.replay import (
     begin_replay,
-    decode_start,
+    decoder_start,
     hit_length,
     replay_start,
     resume_at,
@@ -29,9 +29,9 @@ def prefill(ids, numerics, bounded, trace=None, cuts=()):
     """One request's prompt, in pieces; -> logits of the last row, cache, slot."""
     cache = model().new_cache(numerics)
     slot = model().open(cache)
-    start = decode_start(len(ids), 0, model().config) if bounded else 0
+    start = decoder_start(len(ids), 0, model().config) if bounded else 0
     for piece in np.split(ids, cuts):
-        logits = model().step(cache, [slot], [piece], trace=trace, decode_from=[start], tails=[1])
+        logits = model().step(cache, [slot], [piece], trace=trace, decoder_from=[start], tails=[1])
     return logits, cache, slot
 
 

@@ -412,7 +412,7 @@ def test_a_bounded_prefill_keeps_its_floor_when_it_is_moved(model):
     ids, _ = tokens(14, seed=6)
     caches = [model.new_cache(EXACT["official"]) for _ in range(2)]
     for cache in caches:
-        model.step(cache, [model.open(cache)], [ids[:11]], decode_from=[9])
+        model.step(cache, [model.open(cache)], [ids[:11]], decoder_from=[9])
     want = model.step(caches[0], [0], [ids[11:]])
     saved = snapshot(caches[1], 0)
     caches[1].release(0)

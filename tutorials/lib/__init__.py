@@ -1,0 +1,1 @@
+"""What every chapter imports: asserts that speak, figures, exercises. See page.py."""
