@@ -136,15 +136,16 @@ class Drafter:
         """The Markov head, left to right: hidden (B, D), base (B, V) -> Draft."""
         head, numerics = self.stages[-1], self.cache.numerics
         embed, out = (head["markov_head"][name]["weight"] for name in ("embed", "head"))
-        weight = head["confidence_head"]["proj"]["weight"]
+        judge = head.get("confidence_head")  # without one, every draft counts as sure
         logits, confidence, tokens, before = [], [], [], anchor
         for h, u in zip(hidden, base, strict=True):
             e = rows(embed, np.array([before]))
             z = u + matmul_rows(e, out, numerics)[0]
-            c = matmul_rows(np.concatenate([h[None], e], axis=1), weight, numerics)
+            both = np.concatenate([h[None], e], axis=1)
+            c = matmul_rows(both, judge["proj"]["weight"], numerics)[0, 0] if judge else np.inf
             before = choose(z)
             logits.append(z)
-            confidence.append(c[0, 0])
+            confidence.append(c)
             tokens.append(before)
         return Draft(np.array(tokens), np.stack(logits), np.array(confidence, np.float32))
 

@@ -6,9 +6,9 @@ An engine holds requests and one cache. Each `step` runs the model once over wha
     a request that is writing            its newest token, and behind it the drafts to be verified
 
 Requests join and leave between steps, and one may be put aside (`preempt`) and come back. The
-default numerics are batch-invariant, so a request's text does not depend on its company, on the
-chunks or on drafting. Unless `exact`, only the last window of a prompt runs through the decoder
-half (replay.py).
+default numerics are batch-invariant, so a request's text does not depend on its company or on the
+chunks. Drafting changes no greedy text; a drawn text keeps its law, but not its draws. Unless
+`exact`, only the last window of a prompt runs through the decoder half (replay.py).
 
 The newest token of a writing request, its anchor, has been chosen but not yet been run. Verifying n
 drafts feeds n + 1 tokens, keeps some, takes the others back (rollback.py), and leaves a new anchor.
@@ -38,7 +38,7 @@ class Request:
     prompt: list
     max_tokens: int
     sampling: Sampling
-    stop: frozenset  # token ids that end the text; they are emitted
+    stop: frozenset  # token ids that end the text; the last of `tokens`, though no text is shown
     tokens: list = field(default_factory=list)  # generated so far
     finish: str | None = None  # "stop", "length"
     slot: int | None = None

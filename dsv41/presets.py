@@ -4,14 +4,14 @@
 nine layers and every mechanism of the real plan: two window-only layers, two ratio-2 sources with
 a Reuse layer, a ratio-1 decoder whose first layer publishes a pool and whose third reindexes in
 it, two Engram modules, four streams. It is the config of the reference data in tests/golden.
-"mini" is trained with this package and shipped in data/mini.
+"mini" is the real plan in twelve layers, for training on one GPU (data/runs/mini.json).
 """
 
 from .config import Config, RopeScaling, VisionConfig
 
 
 def preset(name):
-    """The Config called `name`: "v4.1-flash" (the released model) or "tiny" (for tests)."""
+    """The Config called `name`: "v4.1-flash", "tiny" or "mini"."""
     try:
         return _PRESETS[name]()
     except KeyError:
@@ -127,7 +127,7 @@ def _tiny():
 
 
 def _mini():
-    """Twelve layers that are trained on text and shipped in data/mini: the real plan in small."""
+    """Twelve layers, small enough to be trained on text: the real plan in miniature."""
     return _tiny().but(
         vocab_size=4096,
         hidden_size=128,

@@ -9,8 +9,8 @@ compared in two ways:
 
 The first answers "do we agree"; after one rounding that fell the other way everything behind it
 may differ, and only the second tells which layers really compute something else. Limits: choices
-and masks equal; FLOAT32 within 5e-5 (scores 1e-4) absolute; OFFICIAL within one part in 10^6,
-which for bf16 values means equal.
+and masks equal; FLOAT32 within 5e-5 (scores 1e-4) absolute; OFFICIAL within 1e-6 absolute,
+which for bf16 values above 2^-12 means equal.
 """
 
 from dataclasses import dataclass

@@ -485,3 +485,24 @@ def test_a_model_that_was_loaded_without_its_drafter_is_refused():
     model = dsv41.load(GOLDEN, parts=("text",))
     with pytest.raises(ValueError, match=r"draft: .*without its drafter"):
         Drafter(model, model.new_cache())
+
+
+def test_a_drafter_without_markov_and_confidence_heads():
+    """Rank 0 leaves the base logits as they are; without a judge every draft counts as sure."""
+    model = dsv41.load(GOLDEN)
+    config = model.config.but(dspark_markov_rank=0)
+    last = model.config.num_nextn_predict_layers - 1
+    nothing = np.zeros((config.vocab_size, 0), np.float32)
+    heads = {"embed": {"weight": nothing}, "head": {"weight": nothing}}
+    stage = {k: v for k, v in model.params["mtp"][last].items() if k != "confidence_head"}
+    mtp = {**model.params["mtp"], last: {**stage, "markov_head": heads}}
+    bare = Model(config, {**model.params, "mtp": mtp}, model.classes)
+    cache = bare.new_cache(FLOAT32)
+    slot, features = bare.open(cache), []
+    bare.step(cache, [slot], [[5, 6, 7]], features=features)
+    drafter = Drafter(bare, cache)
+    drafter.observe(slot, np.arange(3), np.concatenate(features, axis=1))
+    (draft,) = drafter.propose([slot], [9], lambda _, z: int(z.argmax()))
+    base = drafter.base_logits(drafter.hidden([slot], [9])[0])
+    assert np.array_equal(draft.logits, base)
+    assert draft.survival.tolist() == [1.0] * config.dspark_block_size

@@ -89,14 +89,14 @@ print("largest:", np.nanmax(e4m3), " smallest above zero:", e4m3[1], "= 2^-9")
 # %%
 with figure("Between powers of two E2M1 has 2 codes, E4M3 has 8", rows=2, sharex=True) as ax:
     for axis, codes, name, colour in ((ax[0], e2m1, "E2M1", ORANGE), (ax[1], e4m3, "E4M3", BLUE)):
-        shown = codes[(codes >= 0) & (codes <= 6.5)]
+        shown = codes[(codes >= 0) & (codes <= 8)]
         axis.vlines(shown, 0, 1, color=colour, linewidth=1.2)
         for power in (1, 2, 4):
             axis.axvspan(power, 2 * power, color=GREY, alpha={1: 0.1, 2: 0.2, 4: 0.1}[power], lw=0)
-        axis.set(yticks=[], ylim=(0, 1.45), xlim=(-0.1, 6.6), xticks=range(7))
+        axis.set(yticks=[], ylim=(0, 1.45), xlim=(-0.1, 8.1), xticks=range(9))
         axis.set_ylabel(name, rotation=0, ha="right", va="center", color=colour, fontsize=11)
         axis.spines["left"].set_visible(False)
-        for power, right in ((1, 2), (2, 4), (4, 6.6)):
+        for power, right in ((1, 2), (2, 4), (4, 8)):
             inside = np.sum((codes >= power) & (codes < 2 * power))
             axis.text((power + right) / 2, 1.1, f"{inside} codes", ha="center")
     for code, number in enumerate(E2M1_VALUES):
@@ -219,18 +219,19 @@ assert abs(cut - exact) > 20 * abs(rounded - exact), "cutting drifts, rounding c
 # value.
 
 # %%
-x = (2.0 ** np.linspace(-13, 12, 3001)).astype(np.float32)
+x = (2.0 ** np.linspace(-13, 12, 4000)).astype(np.float32)
 curves = (
     ("E2M1", ORANGE, round_to(x, 1, 1, 6.0)),
     ("E4M3", BLUE, round_to(x, 3, 7, 448.0)),
     ("bf16", GREEN, decode_bf16(encode_bf16(x))),
 )
-with figure("Relative error of one rounding, without a shared scale") as ax:
-    for (name, colour, rounded), place in zip(curves, (0.31, 0.085, 0.0052), strict=True):
-        error = np.abs(rounded - x) / x
-        ax.plot(np.log2(x), np.maximum(error, 1e-5), color=colour, linewidth=0.8)
-        ax.text(12.3, place * 0.8, name, color=colour, va="center", fontweight="bold")
-    ax.set(yscale="log", ylim=(3e-4, 1.6), xlim=(-13, 12), xticks=range(-12, 13, 3))
+with figure("Worst relative error of one rounding, without a shared scale") as ax:
+    middle = np.log2(x).reshape(-1, 40).mean(axis=1)  # a quarter of an octave each
+    for name, colour, rounded in curves:
+        worst = (np.abs(rounded - x) / x).reshape(-1, 40).max(axis=1)
+        ax.plot(middle, worst, color=colour, linewidth=2)
+        ax.text(1.2, worst[np.abs(middle - 1.2).argmin()] * 1.25, name, color=colour, ha="center")
+    ax.set(yscale="log", ylim=(1e-3, 1.6), xlim=(-13, 12), xticks=range(-12, 13, 3))
     ax.set_xticklabels([f"$2^{{{power}}}$" for power in range(-12, 13, 3)])
     ax.set(xlabel="x", ylabel="|round(x) − x| / |x|")
     ax.grid(axis="y")
@@ -344,8 +345,9 @@ same("vectorised = the four numbers by hand", mxfp4(np.float32(block), group=4),
 
 # %% [markdown]
 # What does the finer scale buy? Let the largest of a block grow from 6 to 48 and measure the error
-# of the whole block. A power of two fits well only when amax is just below $6 \cdot 2^k$. An E4M3
-# scale follows in steps of an eighth.
+# of the whole block. With a power of two, the largest lands anywhere from 3 to 6: on a code if we
+# are lucky, halfway between 4 and 6 if we are not. A scale in E4M3 has steps of an eighth, so it can
+# always put the largest near 6.
 
 # %%
 shape = np.random.default_rng(3).standard_normal((2000, 16)).astype(np.float32)
@@ -363,12 +365,16 @@ e4m3_scale = [error(main_kv, amax) for amax in sweep]
 with figure("Error of a block of 16 E2M1 numbers, by the kind of scale") as ax:
     ax.plot(sweep, e8m0_scale, color=ORANGE)
     ax.plot(sweep, e4m3_scale, color=BLUE)
-    ax.text(7.6, 0.165, "E8M0 scale", color=ORANGE, fontweight="bold")
-    ax.text(7.6, 0.082, "E4M3 scale", color=BLUE, fontweight="bold")
+    for amax, place in ((7, "3.5"), (8, "4"), (10, "5"), (12, "6")):
+        at = (amax, error(mxfp4, amax))
+        near = (0, 5) if place in ("3.5", "5") else (0, -22)
+        ax.annotate(place, at, near, textcoords="offset points", ha="center", color=ORANGE)
+    ax.text(28, 0.142, "E8M0 scale: the largest lands on …", color=ORANGE, ha="center")
+    ax.text(28, 0.078, "E4M3 scale: always near 6", color=BLUE, ha="center")
     ax.set(xscale="log", xlabel="largest magnitude of the block", ylabel="error / signal")
     ax.set_xticks([6, 12, 24, 48], ["6", "12", "24", "48"])
     ax.set_xticks([], minor=True)
-    ax.set(ylim=(0, 0.2), xlim=(5.7, 50))
+    ax.set(ylim=(0, 0.16), xlim=(5.7, 50))
     ax.grid(axis="y")
 for name, errors in (("E8M0", e8m0_scale), ("E4M3", e4m3_scale)):
     print(f"{name} scale: error {min(errors):.3f} to {max(errors):.3f}, mean {np.mean(errors):.3f}")
@@ -410,9 +416,7 @@ latent = (
 latent /= np.sqrt(np.mean(latent**2, axis=1, keepdims=True))
 spike = np.zeros(512, np.float32)
 spike[0] = np.sqrt(512)  # the worst case: all of the length in one channel
-print(
-    f"largest normalised channel {np.abs(latent).max():.1f}, bound {np.sqrt(512):.1f}, format 2688"
-)
+print(f"largest channel {np.abs(latent).max():.1f}, bound {np.sqrt(512):.1f}, format 2688")
 close("the worst case has RMS 1", np.sqrt(np.mean(spike**2)), 1, within=1e-6)
 assert np.abs(latent).max() <= np.sqrt(512) < 6 * 448, "one scale level is enough"
 
