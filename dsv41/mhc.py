@@ -21,7 +21,7 @@ import numpy as np
 
 from .dispatch import op
 from .formats import contiguous
-from .ops import matmul_rows, sigmoid
+from .ops import matmul_rows, mean_square, sigmoid
 
 
 @op
@@ -51,8 +51,9 @@ def hc_coefficients(streams, fn, base, scale, config, numerics):
     """
     tokens, s, width = streams.shape
     flat = streams.reshape(tokens, s * width)  # stream-major: all of stream 0 first
-    mean_square = np.mean(flat * flat, axis=-1, keepdims=True)  # one statistic over all streams
-    u = matmul_rows(flat, fn, numerics) / np.sqrt(mean_square + np.float32(config.rms_norm_eps))
+    # one statistic over all streams
+    rms = np.sqrt(mean_square(flat) + np.float32(config.rms_norm_eps))
+    u = matmul_rows(flat, fn, numerics) / rms
     pre = sigmoid(u[:, :s] * scale[0] + base[:s]) + np.float32(config.hc_eps)
     post = 2 * sigmoid(u[:, s : 2 * s] * scale[1] + base[s : 2 * s])
     mix = (u[:, 2 * s :] * scale[2] + base[2 * s :]).reshape(tokens, s, s)

@@ -20,8 +20,12 @@ ROW_BLOCK = 8  # rows per product under batch_invariant; every OpenBLAS kernel t
 def rmsnorm(x, weight, eps, numerics):
     """x (..., C) f32, weight (C,) f32 -> (..., C) f32, normalised over the last axis."""
     x = contiguous(x)
-    mean_square = np.mean(x * x, axis=-1, keepdims=True)
-    return numerics.store(x * (1 / np.sqrt(mean_square + np.float32(eps))) * weight)
+    return numerics.store(x * (1 / np.sqrt(mean_square(x) + np.float32(eps))) * weight)
+
+
+def mean_square(x):
+    """x (..., C) f32 -> (..., 1) f32: the mean of x^2 over the last axis."""
+    return (x * x).sum(axis=-1, keepdims=True) / np.float32(x.shape[-1])
 
 
 def dense(weight):

@@ -94,4 +94,4 @@ def test_inspect_of_a_broken_directory_names_what_is_missing(capsys, tmp_path):
 def test_bench_prints_both_models(capsys):
     code, out, _ = run(capsys, "bench", "--prompt", "8", "--steps", "1")
     assert code == 0
-    assert out.count("t/s") == 16 + 6 and "10M, tokens of context" in out
+    assert out.count("t/s") == 24 + 6 and "10M, tokens of context" in out

@@ -3,7 +3,7 @@
 #
 # **How do 512 numbers fit into 288 bytes, and what do they lose?**
 #
-# DeepSeek-V4.1-Flash remembers every token as vectors of 512 numbers. In float32 one such vector
+# DeepSeek-V4.1-Flash remembers what it has read as vectors of 512 numbers. In float32 one vector
 # takes 2,048 bytes. In the cache it takes 288. This chapter builds that format from single bits:
 # bf16, E4M3, E2M1, E8M0, then blocks that share a scale, then bytes.
 #
@@ -100,7 +100,7 @@ with figure("Between powers of two E2M1 has 2 codes, E4M3 has 8", rows=2, sharex
             inside = np.sum((codes >= power) & (codes < 2 * power))
             axis.text((power + right) / 2, 1.1, f"{inside} codes", ha="center")
     for code, number in enumerate(E2M1_VALUES):
-        ax[0].text(number + 0.03, 0.05, f"{code:04b}", fontsize=8)
+        ax[0].text(number + 0.03, 0.05, f"{code:04b}", fontsize=7)
     ax[1].set_xlabel("value")
 
 # %% [markdown]
@@ -230,7 +230,8 @@ with figure("Worst relative error of one rounding, without a shared scale") as a
     for name, colour, rounded in curves:
         worst = (np.abs(rounded - x) / x).reshape(-1, 40).max(axis=1)
         ax.plot(middle, worst, color=colour, linewidth=2)
-        ax.text(1.2, worst[np.abs(middle - 1.2).argmin()] * 1.25, name, color=colour, ha="center")
+        place = {"E2M1": (4.2, 0.45), "E4M3": (4.2, 0.085), "bf16": (4.2, 0.0055)}[name]
+        ax.text(*place, name, color=colour, fontweight="bold")
     ax.set(yscale="log", ylim=(1e-3, 1.6), xlim=(-13, 12), xticks=range(-12, 13, 3))
     ax.set_xticklabels([f"$2^{{{power}}}$" for power in range(-12, 13, 3)])
     ax.set(xlabel="x", ylabel="|round(x) − x| / |x|")
@@ -243,8 +244,8 @@ for (name, _, rounded), m in zip(curves, (1, 3, 7), strict=True):
     assert worst <= bound, f"{name} stays within half a step"
 
 # %% [markdown]
-# E2M1 is good for a factor of 12, from 0.5 to 6. A layer's activations span far more. So E2M1
-# alone is useless, and the repair is the next idea.
+# E2M1 is good for a factor of 12, from 0.5 to 6. Left and right of that the curve is at 1: nothing
+# is kept. Alone it is useless, and the repair is the next idea.
 #
 # ## Blocks share a scale
 #
@@ -255,8 +256,7 @@ for (name, _, rounded), m in zip(curves, (1, 3, 7), strict=True):
 # \hat x = s \cdot \text{value(code)}$$
 #
 # A power of two needs no sign and no mantissa, just an exponent: that is **E8M0**, one byte $E$
-# that means
-# $2^{E - 127}$. Four numbers by hand:
+# that means $2^{E - 127}$. Four numbers by hand:
 
 # %%
 block = [0.3, -1.1, 2.9, 13.0]
@@ -305,8 +305,8 @@ assert 2.0**by_bits >= x > 2.0**by_log, "only the bits give a scale that is larg
 #
 # A question that comes up again and again: *is the main KV cache MXFP4?* No. Same four-bit
 # element, but half the block and another kind of scale. The report (§2.4.4) keeps MXFP4 for the
-# indexer because hardware multiplies it directly. Main KV is decoded before attention, so it may
-# take the more accurate format.
+# indexer: it multiplies in FP4, and the standard format runs on most hardware. Main KV is decoded
+# before attention, so it may take the more accurate format.
 #
 # Now the vectorised form, one function for all three.
 
@@ -346,8 +346,8 @@ same("vectorised = the four numbers by hand", mxfp4(np.float32(block), group=4),
 # %% [markdown]
 # What does the finer scale buy? Let the largest of a block grow from 6 to 48 and measure the error
 # of the whole block. With a power of two, the largest lands anywhere from 3 to 6: on a code if we
-# are lucky, halfway between 4 and 6 if we are not. A scale in E4M3 has steps of an eighth, so it can
-# always put the largest near 6.
+# are lucky (marked 4, 6), halfway between two if we are not (3.5, 5). A scale in E4M3 has eight
+# steps to an octave, so it always puts the largest near 6.
 
 # %%
 shape = np.random.default_rng(3).standard_normal((2000, 16)).astype(np.float32)
@@ -365,20 +365,22 @@ e4m3_scale = [error(main_kv, amax) for amax in sweep]
 with figure("Error of a block of 16 E2M1 numbers, by the kind of scale") as ax:
     ax.plot(sweep, e8m0_scale, color=ORANGE)
     ax.plot(sweep, e4m3_scale, color=BLUE)
-    for amax, place in ((7, "3.5"), (8, "4"), (10, "5"), (12, "6")):
+    for amax, lands, above in ((7, "on 3.5", 5), (8, "4", -15), (10, "on 5", 5), (12, "6", -15)):
         at = (amax, error(mxfp4, amax))
-        near = (0, 5) if place in ("3.5", "5") else (0, -22)
-        ax.annotate(place, at, near, textcoords="offset points", ha="center", color=ORANGE)
-    ax.text(28, 0.142, "E8M0 scale: the largest lands on …", color=ORANGE, ha="center")
-    ax.text(28, 0.078, "E4M3 scale: always near 6", color=BLUE, ha="center")
+        ax.annotate(lands, at, (0, above), textcoords="offset points", ha="center", color=ORANGE)
+    ax.text(20, 0.15, "E8M0 scale", color=ORANGE, ha="center", fontweight="bold")
+    ax.text(20, 0.08, "E4M3 scale", color=BLUE, ha="center", fontweight="bold")
     ax.set(xscale="log", xlabel="largest magnitude of the block", ylabel="error / signal")
     ax.set_xticks([6, 12, 24, 48], ["6", "12", "24", "48"])
     ax.set_xticks([], minor=True)
-    ax.set(ylim=(0, 0.16), xlim=(5.7, 50))
+    ax.set(ylim=(0, 0.165), xlim=(5.7, 50))
     ax.grid(axis="y")
 for name, errors in (("E8M0", e8m0_scale), ("E4M3", e4m3_scale)):
     print(f"{name} scale: error {min(errors):.3f} to {max(errors):.3f}, mean {np.mean(errors):.3f}")
 assert np.mean(e4m3_scale) < 0.9 * np.mean(e8m0_scale), "the finer scale is more accurate"
+lands = sweep / round_to((sweep / 6).astype(np.float32), 3, 7, 448.0)
+print(f"with an E4M3 scale the largest lands between {lands.min():.2f} and {lands.max():.2f}")
+close("near 6", lands, np.full(121, 6.0), within=6 / 16)
 
 # %% [markdown]
 # All three on the same data: rows of 512 normal numbers, then one outlier of 100 per row. An
@@ -426,8 +428,8 @@ assert np.abs(latent).max() <= np.sqrt(512) < 6 * 448, "one scale level is enoug
 # Four bits is half a byte. The even channel goes into the low nibble, the odd one into the high
 # nibble.
 #
-# **Break it:** swap the nibbles on reading. The size is right, the shape is right, every value is a
-# legal one. Nothing fails. The numbers belong to their neighbours.
+# **Break it:** swap the nibbles on reading. The size is right, the shape is right, every value is
+# a legal one. Nothing fails. The numbers belong to their neighbours.
 
 # %% tags=["break"]
 codes = [1, 2, 3, 15]
