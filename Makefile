@@ -4,7 +4,7 @@ VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 
-.PHONY: demo test test-gpu lint bench figures clean
+.PHONY: demo test test-gpu lint bench figures notebooks notebooks-check clean
 
 demo: $(STAMP)
 	$(RUN) -m dsv41 demo
@@ -25,10 +25,16 @@ bench: $(STAMP)
 figures: $(STAMP)
 	$(RUN) -m dsv41 ledger --figures out
 
+notebooks: $(STAMP)
+	$(RUN) tutorials/build.py
+
+notebooks-check: $(STAMP)
+	$(RUN) tutorials/build.py --check
+
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
-	$(RUN) -m pip install --quiet --editable ".[text,plots,dev]"
+	$(RUN) -m pip install --quiet --editable ".[text,plots,dev]" nbclient nbformat ipykernel
 	touch $(STAMP)
 
 clean:
