@@ -2,6 +2,7 @@
 
     draw_kv_bytes       Figure 1(b): bytes of global KV per token, from V1 to V4.1-Flash
     draw_decode_flops   Figure 2: weighted FLOPs per generated token against tokens of context
+    draw_losses         how a training run went
     draw_strategies     what a stored prefix costs on disk against what a hit still has to compute
 
 Nothing is read off a plot: every number comes from ledger.py, and so does the context from which on
@@ -10,8 +11,10 @@ matplotlib writes the same bytes. Source: the report's captions; it publishes fo
 their ratios, and for the FLOPs only the growth of V4.1-Flash. Left out: Figure 1(a), benchmarks.
 """
 
+import json
 from contextlib import contextmanager
 from itertools import pairwise
+from pathlib import Path
 
 import numpy as np
 
@@ -74,6 +77,24 @@ def draw_strategies(path):
         axes.set_xlim(700, 30_000)
         axes.set_xticks([1000, 10_000], ["1,000", "10,000"])
         axes.set_xlabel("bytes per token on disk (log)", color=INK)
+
+
+def draw_losses(log, path):
+    """Write a PNG of a training run's log.jsonl: loss by tokens seen, held-out bits per byte."""
+    records = [json.loads(line) for line in Path(log).read_text(encoding="utf-8").splitlines()]
+    if not records:
+        raise ValueError(f"log: {log} holds no step")
+    seen = np.cumsum([record["tokens"] for record in records]) / 1e6
+    loss = np.array([record["loss"] for record in records])
+    smooth = np.convolve(np.pad(loss, (8, 8), "edge"), np.ones(17) / 17, "valid")
+    with _figure(path, f"Training loss, {smooth[-1]:.2f} nats a token at the end") as axes:
+        axes.plot(seen, loss, color=FAINT, linewidth=1)
+        axes.plot(seen, smooth, color=COLOURS["V4.1-Flash"], linewidth=2)
+        for place, record in zip(seen, records, strict=True):
+            if "heldout" in record:
+                _write(axes, f"{record['heldout']:.2f} bits/byte", (place, record["loss"]), (0, 16))
+        axes.set_xlabel("million tokens", color=INK)
+        axes.set_ylabel("nats per token", color=INK)
 
 
 def _periodic(periods):

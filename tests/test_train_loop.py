@@ -11,10 +11,11 @@ import pytest
 from reference import GOLDEN
 
 import dsv41
+from dsv41.figures import draw_losses
 from dsv41.tensors import flatten
 from dsv41.train import loop
 from dsv41.train.loop import Run, Trainer, clip
-from dsv41.train.model import Documents
+from dsv41.train.model import Documents, Options, evaluate
 
 CONFIG = dsv41.preset("tiny").but(vision_config=None)
 CLASSES = np.arange(CONFIG.vocab_size) % CONFIG.engram_compressed_vocab_size
@@ -157,14 +158,40 @@ def test_recall_documents_join_the_batch(tmp_path):
 
 
 def test_held_out_bits_per_byte_by_hand(straight):
-    """One document of three predicted tokens: -log2 of the model's own probabilities."""
+    """Three predicted tokens; the end of the document is not text and does not count."""
     run = straight[0]
     ids = np.array([0, 9, 10, 11, CONFIG.eos_token_id])
-    got = run.evaluate([[ids]], text_bytes=3)
     weights, numerics = run._weights(run.done)
-    nats = loop.total_nats(weights, CONFIG, [ids[:-1]], numerics, CLASSES)
-    assert got == pytest.approx(nats / 3 / np.log(2), rel=1e-5)
-    assert len(Documents([ids[:-1]]).targets()[0]) == 3
+    nats, count = evaluate(weights, CONFIG, [ids[:-1]], numerics, Options(CLASSES))
+    assert count == 3
+    assert run.evaluate([[ids]], text_bytes=3) == pytest.approx(nats / 3 / np.log(2), rel=1e-5)
+
+
+def test_micro_batches_give_the_gradients_of_the_whole_batch(tmp_path):
+    """Engram rows are merged, losses weighted by their targets, loads added up."""
+    whole, parts = trainer(tmp_path / "a"), trainer(tmp_path / "b", replace(RUN, micro=24))
+    documents = whole._documents(0)
+    assert len(loop.micro_batches(documents, 24)) > 1
+    (a, about_a), (b, about_b) = (t._loss_and_grads(documents, 0) for t in (whole, parts))
+    a, b = flatten(a), flatten(b)
+    assert a.keys() == b.keys()
+    for name, ours in a.items():
+        theirs = b[name]
+        if isinstance(ours, tuple):
+            assert np.array_equal(ours[0], theirs[0])
+            ours, theirs = ours[1], theirs[1]
+        if "indexer" not in name and "gate" not in name:  # their losses are means of their own
+            assert np.abs(ours - theirs).max() < 2e-5 * max(1, np.abs(ours).max()), name
+    assert about_a["next_token"] == pytest.approx(about_b["next_token"], rel=1e-5)
+    for layer, load in about_a["load"].items():
+        assert np.array_equal(load, about_b["load"][layer])
+
+
+def test_micro_batches_split_between_documents_only():
+    documents = Documents([np.arange(n) for n in (5, 4, 12, 1, 1)])
+    sizes = [[len(ids) for ids in part.ids] for part in loop.micro_batches(documents, 9)]
+    assert sizes == [[5, 4], [12], [1, 1]]
+    assert len(loop.micro_batches(documents, 0)) == 1
 
 
 def test_log_lines_are_json(straight, tmp_path):
@@ -183,3 +210,14 @@ def test_sizes_below_one_are_refused_by_name(field):
 def test_the_reference_checkpoint_is_not_touched():
     """Training works on copies: nothing here may write into the golden folder."""
     assert not list(GOLDEN.glob("state*"))
+
+
+def test_the_log_is_drawn(straight, tmp_path):
+    run = trainer(tmp_path)
+    for record in straight[1]:
+        run.log({**record, "heldout": 3.0} if record["step"] == 5 else record)
+    draw_losses(tmp_path / "log.jsonl", tmp_path / "loss.png")
+    assert (tmp_path / "loss.png").read_bytes().startswith(b"\x89PNG")
+    (tmp_path / "log.jsonl").write_text("")
+    with pytest.raises(ValueError, match="holds no step"):
+        draw_losses(tmp_path / "log.jsonl", tmp_path / "loss.png")

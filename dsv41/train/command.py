@@ -18,6 +18,7 @@ import numpy as np
 
 from ..checkpoint import Checkpoint
 from ..dispatch import to_host
+from ..figures import draw_losses
 from ..presets import preset
 from ..save import save
 from ..tensors import flatten, nest
@@ -46,6 +47,7 @@ def main_train(arguments):
             trainer.save()
     trainer.save()
     export(trainer, arguments.out / "model")
+    _draw(arguments.out)
 
 
 def read_description(path):
@@ -121,6 +123,14 @@ def export(trainer, directory):
     save(directory, trainer.config, params)
     shutil.copy(DATA / "tokenizer" / "tokenizer.json", directory)
     Checkpoint(directory).check()
+
+
+def _draw(folder):
+    """loss.png beside the log, where matplotlib is installed."""
+    try:
+        draw_losses(folder / "log.jsonl", folder / "loss.png")
+    except ImportError as error:
+        print(error, file=sys.stderr)
 
 
 def _show(record, steps):

@@ -22,21 +22,11 @@ import numpy as np
 
 from ..dispatch import beside, to_host
 from ..init import random_params
-from ..mhc import hc_collapse, initial_streams
-from ..ops import rmsnorm
 from ..quant import FLOAT32, OFFICIAL, WEIGHT_FP8
 from ..tensors import flatten, nest
-from .block import block_forward
 from .losses import bits_per_byte
-from .model import (
-    Documents,
-    Options,
-    embed,
-    head_loss,
-    loss_and_grads,
-    open_call,
-    stored_weights,
-)
+from .model import Documents, Options, evaluate, loss_and_grads, stored_weights
+from .ops import sum_rows
 from .optimizer import Optimizer
 from .packing import Batches
 from .schedule import Schedule, balance_bias
@@ -53,6 +43,7 @@ class Run:
     final: float = 3e-4
     warmup: int = 50
     decay_from: int = 500
+    micro: int = 0  # most tokens of one backward pass; 0: the whole batch at once
     quantised_from: int = 10**9  # first step with the quantisers on
     clip: float = 1.0
     balance: float = 1e-4
@@ -97,22 +88,23 @@ class Trainer:
         return self.folder / "state.npz"
 
     def step(self):
-        """One update -> a dict of what happened, also appended to log.jsonl."""
-        started, step = time.perf_counter(), self.done
+        """One update -> a dict of what happened; seconds are of data, gradients and update."""
+        clock, step = [time.perf_counter()], self.done
         documents = self._documents(step)
+        clock.append(time.perf_counter())
         grads, info = self._loss_and_grads(documents, step)
-        norm = clip(grads, self.run.clip, step)
+        norm = clip(grads, self.run.clip, step)  # reads all gradients, so a GPU has finished them
+        clock.append(time.perf_counter())
         rate = self.run.schedule.lr(step)
         self.optimizer.step(grads, rate)
         for layer, load in info["load"].items():
             balance_bias(self.params["layers"][layer]["ffn"]["gate"], load)
         self.done += 1
-        tokens = sum(map(len, documents.ids))
-        seconds = time.perf_counter() - started
+        clock.append(time.perf_counter())
         record = {"step": step, "loss": info["next_token"], "index": info["index"], "norm": norm}
-        record |= {"balance": info["balance"], "rate": rate, "tokens": tokens, "seconds": seconds}
-        record["load"] = load_range(info["load"])
-        return record
+        record |= {"balance": info["balance"], "rate": rate, "load": load_range(info["load"])}
+        record |= {"tokens": sum(map(len, documents.ids)), "seconds": clock[-1] - clock[0]}
+        return record | {"parts": np.diff(clock).round(4).tolist()}
 
     def log(self, record):
         """Append a record to log.jsonl, numbers rounded to six digits."""
@@ -169,16 +161,26 @@ class Trainer:
         return stored_weights(self.params, self.config), OFFICIAL
 
     def _loss_and_grads(self, documents, step):
+        """Gradients of the mean over all predicted tokens, micro-batch by micro-batch."""
         weights, numerics = self._weights(step)
         options = Options(self.classes, self.run.balance, self.run.index)
-        loss, grads, info = loss_and_grads(weights, self.config, documents, numerics, options)
-        if not np.isfinite(loss):
-            raise FloatingPointError(f"step {step}: the loss is {loss}")
-        return grads, info
+        parts, grads, load = micro_batches(documents, self.run.micro), None, {}
+        whole, sums = len(documents.targets()[0]), {"next_token": 0.0, "index": 0.0, "balance": 0.0}
+        for part in parts:
+            loss, some, info = loss_and_grads(weights, self.config, part, numerics, options)
+            if not np.isfinite(loss):
+                raise FloatingPointError(f"step {step}: the loss is {loss}")
+            share = info["targets"] / whole
+            grads = some if len(parts) == 1 else accumulate(grads, some, share)
+            sums = {name: total + share * info[name] for name, total in sums.items()}
+            load = {layer: load.get(layer, 0) + count for layer, count in info["load"].items()}
+        return grads, {**sums, "load": load}
 
     def _nats(self, documents):
         weights, numerics = self._weights(self.done)
-        return total_nats(weights, self.config, documents, numerics, self.classes)
+        wanted = [ids != self.config.eos_token_id for ids in documents]
+        asked = Documents(documents, wanted=wanted)
+        return evaluate(weights, self.config, asked, numerics, Options(self.classes))[0]
 
 
 def _comparable(run):
@@ -187,20 +189,34 @@ def _comparable(run):
     return {k: v for k, v in fields.items() if not k.endswith("_every")}, config
 
 
-def total_nats(weights, config, documents, numerics, classes):
-    """-log p of the documents (id arrays) after their first tokens, eos not counted."""
-    wanted = [ids != config.eos_token_id for ids in documents]
-    documents = Documents(documents, wanted=wanted)
-    call = open_call(weights, config, documents, numerics, classes)
-    streams, pre = initial_streams(embed(weights, documents, call), config.hc_mult)
-    for layer in config.plan:
-        p = weights["layers"][layer.index]
-        streams, pre, _ = block_forward(streams, pre, p, layer, call)
-    at, tokens = (beside(x, streams) for x in documents.targets())
-    x = hc_collapse(streams[at], pre[at], numerics)
-    x = rmsnorm(x, weights["norm"]["weight"], config.rms_norm_eps, numerics)
-    mean, _, _ = head_loss(x, weights["head"]["weight"], tokens, numerics)
-    return mean * len(tokens)
+def micro_batches(documents, tokens):
+    """Documents -> list of Documents of at most `tokens` tokens each (a longer one stands alone);
+    0 keeps them together.
+    """
+    groups, size = [[]], 0
+    for ids in documents.ids:
+        if tokens and groups[-1] and size + len(ids) > tokens:
+            groups.append([])
+            size = 0
+        groups[-1].append(ids)
+        size += len(ids)
+    return [Documents(group) for group in groups]
+
+
+def accumulate(total, grads, share):
+    """total + share * grads, nested; Engram tables are (rows, values) and are merged by row."""
+    if isinstance(grads, dict):
+        total = total or {}
+        return {k: accumulate(total.get(k), grads.get(k), share) for k in {**total, **grads}}
+    if grads is None:
+        return total
+    if not isinstance(grads, tuple):
+        scaled = grads * np.float32(share)
+        return scaled if total is None else total + scaled
+    rows, values = grads[0], grads[1] * np.float32(share)
+    if total is None:
+        return rows, values
+    return sum_rows(np.concatenate([total[1], values]), np.concatenate([total[0], rows]))
 
 
 def to_masters(params, like=None):
