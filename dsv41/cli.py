@@ -68,19 +68,32 @@ def _parser():
     generate = add("generate", _generate, "continue a prompt, with drafts and a prefix store")
     generate.add_argument("dir", type=Path, help="checkpoint directory")
     generate.add_argument("--prompt", required=True, help="text, or @FILE to read it from a file")
-    generate.add_argument("--max-tokens", type=int, default=64)
+    generate.add_argument("--max-tokens", type=int, default=64, help="new tokens at most (64)")
     generate.add_argument("--temperature", type=float, default=0.0, help="0 is greedy (default)")
-    generate.add_argument("--top-p", type=float, default=1.0)
-    generate.add_argument("--seed", type=int, default=0)
+    generate.add_argument("--top-p", type=float, default=1.0, help="nucleus (1: all tokens)")
+    generate.add_argument("--seed", type=int, default=0, help="of drawn tokens")
     generate.add_argument("--draft", action="store_true", help="speculate with DSpark")
     generate.add_argument("--store", type=Path, help="directory of the prefix store")
-    generate.add_argument("--strategy", choices=STRATEGIES, help="bounded, or zero with --exact")
-    generate.add_argument("--store-budget", type=int, default=4096, help="MB on disk (4096)")
+    generate.add_argument(
+        "--strategy", choices=STRATEGIES, help="what is kept of windows; default bounded"
+    )
+    generate.add_argument(
+        "--store-budget", type=int, default=4096, help="MB on disk, least used go first"
+    )
     generate.add_argument("--page-tokens", type=int, default=64, help="tokens of a stored block")
-    generate.add_argument("--period", type=int, default=1024, help="of the periodic strategy")
+    generate.add_argument(
+        "--period", type=int, default=1024, help="tokens between windows kept by periodic"
+    )
     generate.add_argument("--chunk", type=int, default=512, help="prompt tokens per step")
-    generate.add_argument("--exact", action="store_true", help="every layer for every token")
-    generate.add_argument("--numerics", choices=("official", "float32"), default="official")
+    generate.add_argument(
+        "--exact", action="store_true", help="run every layer on every prompt token"
+    )
+    generate.add_argument(
+        "--numerics",
+        choices=("official", "float32"),
+        default="official",
+        help="official: the released roundings",
+    )
     generate.add_argument("--chat", action="store_true", help="wrap the prompt as a user's turn")
     generate.add_argument("--effort", type=int, help="reasoning effort 1-100, with --chat")
 

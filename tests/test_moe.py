@@ -306,3 +306,35 @@ def test_strides_of_the_tokens_do_not_matter(numerics):
     assert_any_layout("route", lambda x: route(x, gate, text(9), 2, 1.5, True, numerics), x)
     assert_any_layout("moe", lambda x: moe_experts(x, p, chosen, weight, 1.0, numerics), x)
     assert_any_layout("expert", lambda x: expert(x, p["experts"][0], 1.0, numerics), x)
+
+
+# ---- nothing to do ----------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize("numerics", [FLOAT32, INVARIANT, OFFICIAL], ids=["f32", "inv", "bf16"])
+@pytest.mark.parametrize("shared", [True, False])
+def test_no_tokens_give_empty_results_of_the_right_width(numerics, shared):
+    gate = {"weight": random(4, 32, seed=5), "bias": random(4, seed=6)}
+    gate["bias_vl"] = random(4, seed=7)
+    x = np.zeros((0, 32), np.float32)
+    chosen, weight, biased = route(x, gate, text(0), 2, 1.5, True, numerics)
+    assert chosen.shape == weight.shape == (0, 2) and biased.shape == (0, 4)
+    assert chosen.dtype == np.int64 and weight.dtype == biased.dtype == np.float32
+    y = moe_experts(x, ffn_params(shared=shared), chosen, weight, 1.0, numerics)
+    assert y.shape == (0, 32) and y.dtype == np.float32
+    alone = expert(x, swiglu_params(0), 1.0, numerics, np.zeros(0, np.float32))
+    assert alone.shape == (0, 32) and alone.dtype == np.float32
+
+
+@pytest.mark.parametrize("numerics", [FLOAT32, INVARIANT, OFFICIAL], ids=["f32", "inv", "bf16"])
+def test_an_expert_without_tokens_adds_nothing_whatever_it_holds(numerics):
+    x, p = random(3, 32), ffn_params()
+    chosen, weight = np.array([[2, 0], [0, 2], [2, 0]]), random(3, 2, seed=1)
+    want = moe_experts(x, p, chosen, weight, 1.0, numerics)
+    for idle in (1, 3):
+        for part in p["experts"][idle].values():
+            part["weight"] = np.full_like(part["weight"], np.nan)
+    assert_same("y", moe_experts(x, p, chosen, weight, 1.0, numerics), want)
+    none = np.zeros((3, 0), np.int64)
+    only = moe_experts(x, p, none, np.zeros((3, 0), np.float32), 1.0, numerics)
+    assert_same("shared alone", only, expert(x, p["shared_experts"], 1.0, numerics))

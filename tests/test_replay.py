@@ -1,11 +1,17 @@
 """Bounded replay: what it may change, what it must not, and what it saves."""
 
+from functools import cache as once
+
 import numpy as np
+import oracles
 import pytest
 from reference import MODES, model
 
 from dsv41 import FLOAT32
 from dsv41.batch import make_batch
+from dsv41.init import random_params
+from dsv41.model import Model
+from dsv41.presets import preset
 from dsv41.replay import (
     begin_replay,
     decoder_start,
@@ -25,7 +31,7 @@ def some_ids(count, seed=0):
     return np.random.default_rng(seed).integers(3, 280, count)
 
 
-def prefill(ids, numerics, bounded, trace=None, cuts=()):
+def prefill(ids, numerics, bounded, trace=None, cuts=(), model=model):
     """One request's prompt, in pieces; -> logits of the last row, cache, slot."""
     cache = model().new_cache(numerics)
     slot = model().open(cache)
@@ -40,7 +46,7 @@ def entries(cache, slot, source):
     return cache.main_kv[source][rows], cache.index[source][rows]
 
 
-def with_prefix(ids, hit, numerics):
+def with_prefix(ids, hit, numerics, model=model):
     """A cache that holds the global KV of the first `hit` tokens and nothing else of them."""
     cache = model().new_cache(numerics)
     donor, slot = model().open(cache), model().open(cache)
@@ -236,3 +242,100 @@ def test_replay_is_closer_to_exact_than_the_last_window_alone():
         replayed += np.sum(exact * np.log(exact / law(bounded)))
         truncated += np.sum(exact * np.log(exact / law(model().logits(ids[-WINDOW:], FLOAT32))))
     assert 0 < replayed < truncated
+
+
+# ---- the released window of 128, at tiny widths -----------------------------------------------
+
+WIDE = 128
+LONG = [130, 190, 258, 322, 450, 706, 1030]
+
+
+@once
+def wide():
+    config = preset("tiny").but(sliding_window=WIDE)
+    params = random_params(config, np.random.default_rng(3))
+    return Model(config, params, oracles.small_classes(config))
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+@pytest.mark.parametrize("count", [1, 2, 126, 127, 128])
+def test_a_prompt_up_to_128_is_not_changed(mode, count):
+    ids = some_ids(count)
+    bounded, a, slot = prefill(ids, EXACT[mode], True, model=wide)
+    exact, b, slot_2 = prefill(ids, EXACT[mode], False, model=wide)
+    assert np.array_equal(bounded, exact)
+    for ours, theirs in zip(a.window, b.window, strict=True):
+        assert np.array_equal(ours[slot], theirs[slot_2])
+
+
+@pytest.mark.parametrize("count", LONG)
+def test_a_window_of_128_keeps_the_source_and_cuts_the_decoder(count):
+    """The decoder's source holds every token's exact entries; its windows hold the last 128."""
+    ids, trace = some_ids(count), {}
+    bounded_logits, bounded, a = prefill(ids, EXACT["fp32"], True, trace, model=wide)
+    exact_logits, exact, b = prefill(ids, EXACT["fp32"], False, model=wide)
+    for source in bounded.ratio:
+        ours, theirs = entries(bounded, a, source), entries(exact, b, source)
+        assert len(ours[0]) == count // bounded.ratio[source]
+        assert np.array_equal(ours[0], theirs[0]) and np.array_equal(ours[1], theirs[1])
+    assert not np.array_equal(bounded_logits, exact_logits)
+    start = count - WIDE
+    assert bounded.floor["decoder"][a] == start
+    assert bounded.work == {"encoder": 5 * count, "decoder": 4 * WIDE}
+    decoder = [layer.index for layer in wide().config.plan if layer.half == "decoder"]
+    for layer in decoder:
+        own = trace[f"L{layer:02d}.attn.swa_kv"]
+        assert len(own) == WIDE
+        assert np.array_equal(bounded.window[layer][a][(start + np.arange(WIDE)) % WIDE], own)
+    # after layer 5, whose inputs are the exact ones, a decoder layer's inputs differ
+    first = exact.window[decoder[0]][b]
+    assert np.array_equal(bounded.window[decoder[0]][a], first)
+    assert not np.array_equal(bounded.window[decoder[1]][a], exact.window[decoder[1]][b])
+
+
+@pytest.mark.parametrize("count", LONG)
+def test_the_tail_of_128_sees_a_lower_triangle(count):
+    start = count - WIDE
+    batch = make_batch([some_ids(count)[start:]], [start], [0]).with_floors([start])
+    rows = window_index(batch, WIDE)
+    seen = np.where(rows < 0, -1, rows - WIDE)
+    columns = np.arange(WIDE)
+    assert np.array_equal(seen, np.where(columns <= columns[:, None], columns, -1))
+
+
+@pytest.mark.parametrize(
+    ("tokens", "hit", "replayed"),
+    [(3, 2, range(0, 2)), (4, 4, range(0, 4)), (8, 8, range(4, 8)), (9, 8, range(4, 8))],
+)
+def test_hits_of_a_window_of_four(tokens, hit, replayed):
+    config = preset("tiny").but(sliding_window=4)
+    assert hit_length(tokens, config) == hit
+    assert range(replay_start(hit, config), hit) == replayed
+
+
+@pytest.mark.parametrize("mode", list(MODES))
+def test_a_hit_of_255_replays_126_to_253_and_keeps_its_127_pairs(mode):
+    ids = some_ids(262)
+    hit = hit_length(255, wide().config)
+    assert hit == 254
+    cache, slot = with_prefix(ids, hit, EXACT[mode], wide)
+    start = begin_replay(wide(), cache, slot, ids, hit)
+    assert range(start, hit) == range(126, 254) and cache.length[slot] == 126
+    before = {s: [a.copy() for a in entries(cache, slot, s)] for s in cache.ratio}
+    for s, ratio in cache.ratio.items():
+        assert len(before[s][0]) == {1: 254, 2: 127}[ratio]
+    wide().step(cache, [slot], [ids[start:hit]])
+    for s in cache.ratio:
+        for ours, theirs in zip(entries(cache, slot, s), before[s], strict=True):
+            assert np.array_equal(ours, theirs)
+    rings = [ring[slot].copy() for ring in cache.window]
+    wide().step(cache, [slot], [ids[hit:]])
+    for s, ratio in cache.ratio.items():
+        now = entries(cache, slot, s)
+        assert len(now[0]) == 262 // ratio
+        for ours, theirs in zip(now, before[s], strict=True):
+            assert np.array_equal(ours[: len(theirs)], theirs)
+    # positions 126 .. 253 lie in row position mod 128: 254 .. 261 replaced rows 126, 127, 0 .. 5
+    for ring, old in zip(cache.window, rings, strict=True):
+        changed = (ring[slot] != old).any(axis=1)
+        assert np.flatnonzero(changed).tolist() == [*range(6), 126, 127]
