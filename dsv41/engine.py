@@ -17,48 +17,19 @@ Source: report, section 3.2. Left out: images in prompts.
 
 import time
 from collections import deque
-from dataclasses import dataclass, field
+from dataclasses import dataclass
 
 import numpy as np
 
 from .draft import Drafter
 from .quant import OFFICIAL
 from .replay import decoder_start
+from .request import Request, check_submission
 from .rollback import mark, restore, rollback, snapshot
 from .sampling import Sampling, distribution, draw, verify
 from .schedule import draft_lengths
 
 INVARIANT = OFFICIAL.but(batch_invariant=True)
-
-
-@dataclass(eq=False)
-class Request:
-    """One prompt and what became of it."""
-
-    prompt: list
-    max_tokens: int
-    sampling: Sampling
-    stop: frozenset  # token ids that end the text; the last of `tokens`, though no text is shown
-    tokens: list = field(default_factory=list)  # generated so far
-    finish: str | None = None  # "stop", "length"
-    slot: int | None = None
-    started: float = field(default_factory=time.perf_counter)
-    first_token: float | None = None
-    accepted: list = field(default_factory=list)  # drafts kept, per verification
-    computed: int = 0  # prompt tokens fed, a stored prefix left out
-    aside: tuple | None = None  # state of a preempted request
-
-    def __post_init__(self):
-        self.generator = np.random.default_rng(self.sampling.seed)
-
-    @property
-    def ids(self):
-        return self.prompt + self.tokens
-
-    @property
-    def reading(self):
-        """True until the prompt has been run."""
-        return not self.tokens
 
 
 class Engine:
@@ -104,7 +75,7 @@ class Engine:
         prompt = self.model.check_ids(prompt).tolist()
         sampling = sampling or Sampling()
         stop = {self.model.config.eos_token_id} if stop is None else set(stop)
-        _check_submission(max_tokens, sampling, stop)
+        check_submission(max_tokens, sampling, stop)
         limit = self.model.config.max_position_embeddings
         if len(prompt) + max_tokens > limit:
             raise ValueError(
@@ -320,15 +291,6 @@ class Engine:
             self.prefix.forget(request.slot)
         self.cache.release(request.slot)
         request.slot = None
-
-
-def _check_submission(max_tokens, sampling, stop):
-    if not isinstance(max_tokens, int | np.integer) or max_tokens < 1:
-        raise ValueError(f"max_tokens: expected a positive integer, got {max_tokens!r}")
-    if not isinstance(sampling, Sampling):
-        raise ValueError(f"sampling: expected a Sampling, got {sampling!r}")
-    if not all(isinstance(token, int | np.integer) for token in stop):
-        raise ValueError(f"stop: expected token ids, got {sorted(map(repr, stop))}")
 
 
 @dataclass(frozen=True)

@@ -281,7 +281,7 @@ with figure("Pair 2 of the output while the text moves by 0 to 5 positions", col
             if name == "not turned back":
                 ax.text(1.2 * a, 1.2 * b, shift, ha="center", va="center")
         if name == "turned back":
-            ax.text(1.2 * a, 1.2 * b, "0 … 5", ha="center", va="center")
+            ax.text(1.1 * a, 1.1 * b, "0 … 5", ha="left", va="center")
         limit = 1.45 * float(np.hypot(*rows[0, 4:6]))
         ax.set(xlim=(-limit, limit), ylim=(-limit, limit), aspect="equal", xticks=[], yticks=[])
         ax.set_xlabel(name, color=colour)
@@ -361,7 +361,7 @@ with figure("YaRN leaves pairs 0 to 15 alone and stretches 25 to 31 sixteenfold"
     ax.plot(pair, 2 * np.pi / near, color=ORANGE)
     ax.plot(pair, 2 * np.pi / unstretched, color=BLUE, linestyle=":")
     ax.plot(pair, 2 * np.pi / far, color=BLUE)
-    ax.text(31.3, 2 * np.pi / near[31], "base 10,000", color=ORANGE, va="center")
+    ax.text(31.3, 2 * np.pi / near[31], "base 10,000", color=ORANGE, va="top")
     ax.text(31.3, 2 * np.pi / unstretched[31], "160,000", color=BLUE, va="center")
     ax.text(31.3, 2 * np.pi / far[31], "with YaRN", color=BLUE, va="center")
     ax.text(20, 9, "ramp", ha="center", color=INK)
