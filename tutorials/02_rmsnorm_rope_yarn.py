@@ -448,6 +448,8 @@ flash = preset("v4.1-flash")
 same("window-only layers: 10,000", rope.frequencies(flash, ratio=0), near)
 for ratio in (1, 2):
     same(f"layers of ratio {ratio}: 160,000, YaRN", rope.frequencies(flash, ratio), far)
+stretch = (flash.rope_scaling.original_max_position_embeddings, flash.max_position_embeddings)
+same("original context, context", stretch, [65_536, 65_536 * 16])
 ratios = [layer.ratio for layer in flash.plan]
 print(f"layers with base 10,000: {ratios.count(0)}, with 160,000: {40 - ratios.count(0)}")
 assert ratios.count(0) == 2 and len(ratios) == 40, "two layers of forty have the plain base"

@@ -14,7 +14,7 @@
 # `python tutorials/03_window_attention.py`.
 #
 # Sources: Attention and get_window_topk_idxs in the released inference/model.py,
-# sparse_attn_kernel in inference/kernel.py; the V4.1 report, §2.3, for where the window stands.
+# sparse_attn_kernel in inference/kernel.py; the V4.1 report, §2.1, for where the window stands.
 # The modules that this page arrives at: [window.py](../dsv41/window.py),
 # [sparse_attn.py](../dsv41/sparse_attn.py) and [batch.py](../dsv41/batch.py).
 
@@ -170,7 +170,7 @@ pattern = np.zeros((12, 12))
 for t, j in zip(np.repeat(np.arange(12), W), rows.ravel(), strict=True):
     if j >= 0:
         pattern[t, j] = 1
-with figure("Window 4: each query (row) sees itself and three before it") as ax:
+with figure("Window 4: a query sees itself and three before") as ax:
     for t, j in np.argwhere(pattern):
         colour = ORANGE if t == j else BLUE
         ax.barh(t + 0.46, 0.92, left=j, height=0.92, color=colour)
@@ -244,9 +244,9 @@ assert ring == ["4", "5", "6", "3"], "the last four tokens, not in order"
 
 # %% [markdown]
 # The order in the ring does not matter to a sum, up to rounding, since each key has its position
-# inside (chapter 02). A call may bring several tokens. Its queries read the ring *as it was before the call*,
-# followed by the call's own rows: old token $j$ is row $j \bmod W$, new token $j$ is row
-# $W + (j - \text{first})$.
+# inside (chapter 02). A call may bring several tokens. Its queries read the ring *as it was before
+# the call*, followed by the call's own rows: old token $j$ is row $j \bmod W$, new token $j$ is
+# row $W + (j - \text{first})$.
 
 
 # %%
@@ -323,8 +323,8 @@ with figure("The rings stop growing at 128 tokens, global KV passes them at 3,03
     ax.plot(context, rings, color=BLUE)
     ax.plot(context, 890 * context, color=ORANGE)
     ax.plot(crossing, request, "o", color=GREY)
-    ax.text(1.5, 1.5e5, "window rings", color=BLUE)
-    ax.text(3e4, 1e7, "global KV, 890 bytes a token", color=ORANGE, ha="right")
+    ax.text(90, 4e6, "window rings", color=BLUE, ha="right")
+    ax.text(3e4, 8e7, "global KV, 890 bytes a token", color=ORANGE, ha="right")
     ax.set(xscale="log", yscale="log", xlabel="tokens of context", ylabel="bytes")
     ax.set_xticks([1, 128, 3037, 65_536, 1_048_576], ["1", "128", "3,037", "65,536", "1,048,576"])
     ax.set_xticks([], minor=True)

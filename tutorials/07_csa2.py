@@ -61,7 +61,7 @@ from dsv41 import ced, csa2, ledger
 from dsv41.cache import Cache
 from dsv41.presets import preset
 from dsv41.projections import grouped_output, low_rank_queries
-from dsv41.quant import OFFICIAL
+from dsv41.quant import FLOAT32, OFFICIAL
 from dsv41.rope import frequencies, rotate
 from dsv41.sparse_attn import rope_sparse_attn
 from dsv41.window import window_kv, window_records
@@ -126,8 +126,7 @@ counts = {name: modes.count(name) for name in ("swa", "full", "reindex", "reuse"
 print(f"KV sources {lists[1]}   index sources {lists[2]}")
 print("layers by mode:", counts)
 assert counts == {"swa": 2, "full": 4, "reindex": 4, "reuse": 30}, "modes of the 40 layers"
-same("the module's plan", [[layer.mode == m for m in counts] for layer in real.plan],
-     [[m == name for name in counts] for m in modes])  # fmt: skip
+assert modes == [layer.mode for layer in real.plan], "the module's plan has the same modes"
 
 # %%
 COLOUR = {"full": ORANGE, "reindex": PURPLE, "reuse": GREY}
@@ -153,7 +152,7 @@ with figure("KV comes from 4 layers, the choice of entries from 8") as ax:
 # Up to layer 23 the two staircases coincide. From 24 on the choice moves every four layers, the KV
 # stays at layer 20. So a program that mixes the two up is right for 24 layers.
 #
-# ## One token through three layers
+# ## One token through three kinds of layer
 #
 # Load the nine-layer model with its stored random weights and run 72 tokens. A trace collects what
 # each layer computed. What does a layer leave behind, by mode?
@@ -339,8 +338,8 @@ assert table[:, 2:].sum() == 6, "and nobody else writes"
 # ## Why share indices, but not queries?
 #
 # A choice says *where* to look, and finding it costs a scan. What to take from there is the layer's
-# own business, and costs no more than its queries. Layer 5 and layer 6 read the same six
-# records, each with its own queries. Their weights over these records:
+# own business, and costs no more than its queries. Layers 5 and 6 read the same six records. Their
+# weights over these records, window and sink left out:
 
 # %%
 t, weights = 61, {}
@@ -409,7 +408,7 @@ def change_before(p):
     """Largest change of a logit before position p when token p changes."""
     other = ids.copy()
     other[p] = (other[p] + 7) % 200 + 3
-    a, b = (model.logits(each, batch_invariant=True) for each in (ids, other))
+    a, b = (model.logits(each, FLOAT32, batch_invariant=True) for each in (ids, other))
     return np.abs(a - b)[:p].max()
 
 

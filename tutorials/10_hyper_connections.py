@@ -5,8 +5,8 @@
 #
 # A plain transformer has one residual stream: $x \leftarrow x + F(x)$. DeepSeek-V4.1-Flash has
 # four. Before every sublayer (attention or MoE) they are collapsed to one vector, after it they
-# are updated and mixed. The mixing is cheap to compute and expensive to read: four streams of 5,120
-# numbers, 80 times a token. This chapter builds the mixing (mHC), its normalisation (Sinkhorn) and
+# are updated and mixed. What costs is moving them: four streams of 5,120 numbers, 80
+# times a token. This chapter builds the mixing (mHC), its normalisation (Sinkhorn) and
 # the shift that makes one pass enough (Single-Pass mHC).
 #
 # You need NumPy and what RMSNorm is. 25 minutes. Two exercises at the end.
@@ -359,9 +359,9 @@ assert agree < 0.9, "and the choices are others"
 # %% [markdown]
 # ## Count the traffic
 #
-# Why delay anything? The arithmetic is small; moving $n d$ numbers is not. The report counts the
-# activations that are read and written between two sublayers: $(4n+4)d$ for the original kernels,
-# $(3n+2)d$ in two passes, the best without the delay, $(2n+2)d$ for Single-Pass. Do not trust it, count.
+# Why delay anything? Because the streams have to be moved. The report counts the activations that
+# are read and written between two sublayers: $(4n+4)d$ for the original kernels, $(3n+2)d$ in two
+# passes, $(2n+2)d$ for Single-Pass. Do not trust it, count.
 #
 # `Memory` is an array that counts every element read or written. Local variables are free: they
 # stand for registers and on-chip memory. A kernel works through the width in tiles.
