@@ -5,9 +5,9 @@
 #
 # A plain transformer has one residual stream: $x \leftarrow x + F(x)$. DeepSeek-V4.1-Flash has
 # four. Before every sublayer (attention or MoE) they are collapsed to one vector, after it they
-# are updated and mixed. What costs is moving them: four streams of 5,120 numbers, 80
-# times a token. This chapter builds the mixing (mHC), its normalisation (Sinkhorn) and
-# the shift that makes one pass enough (Single-Pass mHC).
+# are updated and mixed. What costs is moving them: four streams of 5,120 numbers, 80 times a
+# token. This chapter builds the mixing (mHC), its normalisation (Sinkhorn) and the shift that
+# makes one pass enough (Single-Pass mHC).
 #
 # You need NumPy and what RMSNorm is. 25 minutes. Two exercises at the end.
 #
@@ -218,9 +218,9 @@ assert off[1e-6] < 1e-4 < 1e-2 < off[1e-2], "small eps hides the bracket, large 
 # %% [markdown]
 # ## Is twenty enough?
 #
-# That depends on the logits. Near-equal ones converge in a few rounds, spread-out ones
-# crawl. The grey curve shows the comb logits of a tiny model with random weights, which is used
-# further below. The flat part at the bottom is $\varepsilon$.
+# That depends on the logits. Near-equal ones converge in a few rounds, spread-out ones crawl. The
+# grey curve shows the comb logits of a tiny model with random weights, which is used further
+# below. The flat part at the bottom is $\varepsilon$.
 
 # %%
 import dsv41
@@ -352,7 +352,7 @@ agree = np.mean(wrong.argmax(axis=1) == delayed.argmax(axis=1))
 print(f"logits right: std {delayed.std():.2f}   largest {delayed.max():.2f}")
 print(f"logits wrong: std {wrong.std():.2f}   largest {wrong.max():.2f}")
 print(f"correlation {np.corrcoef(wrong.ravel(), delayed.ravel())[0, 1]:.2f}", end="")
-print(f"   same first choice at {agree:.2f} of the positions")
+print(f"   same first choice at {agree:.1f} of the positions")
 assert abs(wrong.std() / delayed.std() - 1) < 0.1, "the size of the logits looks right"
 assert agree < 0.9, "and the choices are others"
 
