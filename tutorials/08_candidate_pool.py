@@ -269,8 +269,8 @@ with figure("Each token keeps 4 blocks of 4; the newest is always one of them") 
     ax.set(xlabel="token", ylabel="entry")
 
 # %% [markdown]
-# Does the pin matter to this model? Take it away, and count the tokens that lose their newest block,
-# among those that see more than 4 blocks.
+# Does the pin matter to this model? Take it away, and count the tokens that lose their newest
+# block, among those that see more than 4 blocks.
 
 # %%
 free = pool_of(score5, visible, 4, 4, pinned=False)
@@ -360,13 +360,13 @@ for make in (scattered, clustered):
     mixed = [np.float32(r) * scores + np.float32(np.sqrt(1 - r * r)) * fresh for r in agreement]
     blocks_used[make.__name__] = np.mean([len(set(row // 8)) for row in top(scores, 64)])
     recall[make.__name__] = [recall_in_pool(scores, own, 8, 128, 64) for own in mixed]
-print("correlation  ", "  ".join(f"{r:4.1f}" for r in agreement))
+print("correlation  ", "  ".join(f"{r:4.1f}" for r in agreement), "     blocks")
 for name, values in recall.items():
-    print(f"{name:12} ", "  ".join(f"{v:4.2f}" for v in values), end="   ")
-    print(f"top-64 in {blocks_used[name]:4.1f} blocks")
+    print(f"{name:12} ", "  ".join(f"{v:4.2f}" for v in values), f"  {blocks_used[name]:9.1f}")
 close("no agreement: the pool's share of all entries", [v[0] for v in recall.values()],
       [1 / 8] * 2, within=0.03)  # fmt: skip
 same("full agreement: nothing is lost", [v[-1] for v in recall.values()], [1.0, 1.0])
+assert blocks_used["scattered"] > 2.5 * blocks_used["clustered"], "runs need fewer blocks"
 assert recall["clustered"][8] > recall["scattered"][8] + 0.15, "runs of good entries help at 0.8"
 
 # %%
@@ -384,9 +384,10 @@ with figure("Good entries that come in runs survive the pool") as ax:
     ax.grid(axis="y")
 
 # %% [markdown]
-# The last column says why. 64 scattered entries lie in nearly as many blocks, 64 clustered ones in
-# a fifth of that, so the same budget has more places to spare. The report (§2.3.2) adds the pool in
-# post-training and uses it in training and inference alike. Layers 24 to 36 learn to choose with it.
+# The last column says why: it counts the blocks that hold a top-64 of the source. Scattered, these
+# are nearly as many as entries; clustered, a third of that, so the same budget has more places to
+# spare. The report (§2.3.2) adds the pool in post-training and uses it in training and inference
+# alike: layers 24 to 36 learn with it.
 #
 # ## Count what is scored
 #
@@ -424,8 +425,8 @@ with figure("The pool ends the growth of four layers out of eight") as ax:
         ax.text(*place, text, color=colour, fontweight="bold")
         ax.text(1034, entries[-1] / 1e6, f"{entries[-1] / 1e6:.2f}M", color=colour, va="center")
     ax.plot(contexts / 1024, 4 * np.minimum(contexts, 16_384) / 1e6, color=GREEN, linewidth=2)
-    ax.text(1034, 0.07, "0.07M", color=GREEN, va="center")
-    ax.text(500, 0.25, "its four layers", color=GREEN, fontweight="bold")
+    ax.text(1034, 0.22, "0.07M", color=GREEN, va="center")
+    ax.text(500, 0.25, "of these, in the four pooled layers", color=GREEN, fontweight="bold")
     ax.set(xlabel="context, thousands of tokens (1,024)", ylabel="entries scored, millions")
     ax.set(xlim=(0, 1140), ylim=(0, 7.2), xticks=range(0, 1025, 128))
     ax.grid(axis="y")

@@ -14,9 +14,9 @@
 # Install, in a checkout: `pip install -e ".[notebooks]"`. Then open this page in Jupyter, or run
 # `python tutorials/14_kv_cache.py`.
 #
-# Sources: the V4.1 report, Figures 1(b) and 2, §2.4.4 and §3.2.1; config.json for the plan. The
-# modules that this page arrives at: [cache.py](../dsv41/cache.py),
-# [ledger.py](../dsv41/ledger.py) and [figures.py](../dsv41/figures.py).
+# Sources: the V4.1 report, Figures 1(b) and 2, and §2.4.4; config.json for the plan. The modules
+# that this page arrives at: [cache.py](../dsv41/cache.py), [ledger.py](../dsv41/ledger.py) and
+# [figures.py](../dsv41/figures.py).
 
 # %%
 from itertools import pairwise
@@ -120,7 +120,8 @@ assert stored(1000) == 890 * 1000 and 890 * 999 - stored(999) == 534, "behind by
 # neighbouring tokens of one request, and has the same number in every pool. A source with ratio $m$
 # gives a page $P / m$ rows:
 #
-# $$\text{row}(j) = \text{pages}[\lfloor j\,m / P \rfloor] \cdot \tfrac{P}{m} + j \bmod \tfrac{P}{m}$$
+# $$\text{row}(j) = \text{pages}[\lfloor j\,m / P \rfloor] \cdot \tfrac{P}{m}
+#   + j \bmod \tfrac{P}{m}$$
 #
 # Take a real cache of the released plan with $P = 8$. A first request takes 15 pages and leaves.
 # Then A grows to 20 tokens, while B comes in between.
@@ -166,7 +167,7 @@ with figure("One page list for four sources: page 2 is page 2 in every pool") as
             ax.bar(page, 0.8, 1, bottom, align="edge", fill=False, edgecolor=GREY, linewidth=0.8)
         ax.text(-0.2, bottom + 0.4, f"layer {s}\nm = {m}", ha="right", va="center")
     for page, (slot, i) in owner.items():
-        text = f"{'A' if slot == a else 'B'} {i * P}–\n{i * P + P - 1}"
+        text = f"{'A' if slot == a else 'B'}\n{i * P}–{i * P + P - 1}"
         ax.text(page + 0.5, 2.4, text, ha="center", fontsize=7, color=BLUE if slot == a else ORANGE)
     ax.text(8.5, 2.45, "free", color=GREY, ha="center")
     ax.text(3.5, -0.9, "pale: reserved, empty", ha="center", fontsize=8)
@@ -195,7 +196,7 @@ pools = [(s, pool[s]) for s in m_of for pool in (cache.main_kv, cache.index)]
 filled = sum(int(pool.any(axis=1).sum()) * pool.shape[1] for _, pool in pools)
 print(f"filled rows: {filled:,} bytes for 20 tokens = {filled / 20:.0f} a token")
 capacity = sum(pool.nbytes for _, pool in pools)
-print(f"all pools: {capacity:,} bytes for 16 pages x {P} tokens = {capacity / (16 * P):.0f} a token")
+print(f"all pools: {capacity:,} bytes for 16 pages x {P} = {capacity / (16 * P):.0f} a token")
 block = cache.get_block(a, 0)
 print(f"one page of A as bytes: {len(block):,} = {P} x {len(block) / P:.0f}")
 same("filled rows = the sum", filled, stored(20))
@@ -434,7 +435,6 @@ print("context      keys attended   keys scored")
 for n in (1000, 1 << 20):
     print(f"{n:9,}  {walk(n)[0]:16,} {walk(n)[1]:13,}")
 
-# %%
 N = np.arange(1, (1 << 20) + 1)  # every context up to 1M
 # name: counts, heads (d_k + d_v), p_I n_I d_I
 SHAPES = {
@@ -457,13 +457,17 @@ for name, F in total.items():
     grown = [(x[-1] - x[4095]) / 1e9 for x in parts[name][1:]]
     print(f"{name:12}" + "{:8.1f}{:8.1f}{:8.1f}".format(*at), f"  x {at[2] / at[0]:.2f}",
           "  + {:5.1f}, + {:5.1f}".format(*grown))  # fmt: skip
-close("V4.1 grows by about 1/4 (report, Figure 2)", total["V4.1-Flash"][-1] /
-      total["V4.1-Flash"][4095], 1.25, within=0.03)  # fmt: skip
+growth = total["V4.1-Flash"][-1] / total["V4.1-Flash"][4095]
+close("V4.1 grows by about 1/4 (report, Figure 2)", growth, 1.25, within=0.03)
+same("its attention is constant from 1,024 on", np.ptp(parts["V4.1-Flash"][1][1023:]), 0.0)
 
 # %% [markdown]
 # In V4.1 the attention does not grow at all behind 1,024 tokens. In V4-Flash it does: 20 layers
-# read every 128-token entry. V4.1 starts higher, since its matrices are larger. So the curves cross.
-# Count where, with no assumption that they cross once.
+# read every 128-token entry. V4.1 starts higher, mostly because of its larger matrices. So the
+# curves cross. Count where, with no assumption that they cross once.
+#
+# These are operations at a price, not times. And the crossing moves with what the report leaves
+# open: two other choices of precision stand at the end.
 
 # %%
 cheaper = total["V4.1-Flash"] < total["V4-Flash"]  # (2^20,)
@@ -474,12 +478,24 @@ print("V4.1 becomes cheaper at", *changes, f"= {changes[0] // 128} x 128")
 for n in (changes[0] - 1, changes[0]):
     print(f"N = {n:,}: V4-Flash {total['V4-Flash'][n - 1] / 1e9:.4f},",
           f"V4.1 {total['V4.1-Flash'][n - 1] / 1e9:.4f}")  # fmt: skip
-same("one crossing, at 106K", changes, [105_984])
+same("one crossing, at 106 thousand tokens", changes, [105_984])
 same("the ledger's search finds it", ledger.crossing("V4.1-Flash", "V4-Flash"), int(changes[0]))
 assert changes[0] % 128 == 0, "it falls on a new 128-token entry of V4-Flash"
 
+moved = {}
+for name, price_a, price_i in (
+    ("as above", 1, 1),
+    ("attention in FP8", 0.5, 1),
+    ("index scores in FP8", 1, 2),
+):
+    new, old = (c + price_a * a + price_i * i for c, a, i in
+                (parts["V4.1-Flash"], parts["V4-Flash"]))  # fmt: skip
+    moved[name] = int(N[new < old][0])
+    print(f"{name:20} {moved[name]:8,}")
+same("a crossing for each choice", list(moved.values()), [105_984, 126_208, 75_888])
+
 # %%
-with figure("Figure 2: below 106K tokens V4-Flash decodes with less arithmetic") as ax:
+with figure("Figure 2: below 106 thousand tokens V4-Flash needs less arithmetic") as ax:
     shown = np.unique(np.geomspace(1024, 1 << 20, 200).astype(int))
     for name, colour in (("V3.2", GREEN), ("V4-Flash", BLUE), ("V4.1-Flash", ORANGE)):
         ax.plot(shown, total[name][shown - 1] / 1e9, color=colour, linewidth=2)
@@ -498,9 +514,6 @@ with figure("Figure 2: below 106K tokens V4-Flash decodes with less arithmetic")
     ax.grid(axis="y")
 
 # %% [markdown]
-# These are operations at a price, not times. The crossing moves with every choice that the report
-# leaves open.
-#
 # ## The module gives the same numbers
 #
 # [Cache](../dsv41/cache.py#Cache) measures itself, [kv_bytes](../dsv41/ledger.py#kv_bytes) counts
