@@ -254,17 +254,18 @@ for L in range(9):
     marks = np.where(in_kv[L], "G", np.where(in_logits[L], "w", "."))
     print(f"layer {L} {config.plan[L].half}", "".join(marks))
 
-# %%
 state = np.where(in_kv, 2, np.where(in_logits, 1, 0))
 with figure("Most decoder states of a prompt are read by nobody") as ax:
     for value, colour in ((0, FAINT), (1, ORANGE), (2, GREEN)):
         L, j = np.nonzero(state == value)
         ax.bar(j, np.full(len(j), 0.86), 0.86, bottom=L - 0.43, color=colour)
-    ax.axhline(4.5, color=INK, linewidth=1)
-    bold = {"fontweight": "bold", "ha": "center", "va": "center"}
-    ax.text(23.5, 2, "reaches global KV: read for ever", color="white", **bold)
-    ax.text(12.5, 6.5, "read by nobody", color=INK, **bold)
-    ax.text(41, 5, "read in windows", color="white", fontsize=8, **bold)
+    ax.plot([-0.5, 47.5], [4.5, 4.5], color=INK, linewidth=1)
+    for j, L, text, colour in ((23.5, 2, "reaches global KV: read for ever", GREEN),
+                               (12.5, 6.5, "read by nobody", FAINT),
+                               (40.5, 5, "read in windows", ORANGE)):  # fmt: skip
+        ax.text(j, L, text, color=INK if colour == FAINT else "white", fontweight="bold",
+                ha="center", va="center", fontsize=8,
+                bbox={"facecolor": colour, "edgecolor": "none", "pad": 1.5})  # fmt: skip
     ax.text(48.2, 4.5, "cut", color=INK, va="center")
     ax.set(xlabel="token of the prompt", ylabel="state behind layer", yticks=range(9),
            xlim=(-1, 50.5), ylim=(-0.6, 8.6))  # fmt: skip
@@ -288,6 +289,7 @@ print(f"decoder states of this prompt: {4 * N}, read: {sum(stairs)}")
 real = sum(1 + d * 127 for d in range(20))
 print(f"released model, 65,536 tokens: {20 * 65_536:,}, read: {real:,}", end="")
 print(f" = {real / (20 * 65_536):.1%}")
+print(f"tokens at the cut that all of these need: {20 * 127 + 1:,}")
 assert real == 24_150, "read states of 20 layers with a window of 128"
 
 # %% [markdown]
@@ -432,7 +434,7 @@ with figure("The approximation fades, and is gone after (W − 1) D = 28 tokens"
 # %% [markdown]
 # Layer 5 is wrong for the first $W - 1$ tokens of the tail, whose windows are short. Layer 6 reads
 # those, and is wrong for $W - 1$ more. Four layers make 28. In the released model it is 20 · 127 =
-# 2,540 tokens: no less than the exact rebuild needs.
+# 2,540 tokens, just below the 2,560 of an exact rebuild.
 #
 # The same number from the other side: give the decoder a longer tail, and look at the last logit.
 
@@ -512,7 +514,6 @@ same("counted = formula", np.array(list(counted.values())), share(np.array(list(
 print(f"formula at 65,536: {share(65_536):.3f}")
 assert (round(share(1536), 3), round(share(65_536), 3)) == (0.542, 0.501), "toward one half"
 
-# %%
 with figure("Up to 128 tokens nothing is saved, from a few thousand on half") as ax:
     n = np.geomspace(16, 1 << 17, 300)
     ax.plot(n, share(n), color=BLUE)
@@ -532,8 +533,8 @@ with figure("Up to 128 tokens nothing is saved, from a few thousand on half") as
 
 # %% [markdown]
 # Layers are not FLOPs. The ledger weighs the operators (FP8 counts half, FP4 a quarter). Linear
-# layers halve. Attention and index scores shrink a little further: the decoder has only $m = 1$
-# layers, which read more entries than the encoder's.
+# layers halve. Attention shrinks a little further, index scores much further: the decoder has only
+# $m = 1$ layers, which read and score more entries than the encoder's.
 
 # %%
 print("tokens   linear  attention  index  total")
@@ -619,5 +620,5 @@ check("09.window_keys", window_keys)
 # - Step 2 is for all tokens. Without it short prompts pass and long ones are wrong for good.
 # - Work: 0.542 at 1,536 tokens, 0.501 at 64K.
 #
-# Worked solutions: [solutions/09_causal_encoder_decoder.py](solutions/09_causal_encoder_decoder.py).
-# All chapters: [README.md](README.md).
+# Worked solutions: [the same cells, filled](solutions/09_causal_encoder_decoder.py). All chapters:
+# [README.md](README.md).
