@@ -138,9 +138,9 @@ same("in blocks: 40 rows together = one by one", whole, one_by_one)
 same("the module's row product = blocks by hand", matmul_rows(x, w, INVARIANT), whole)
 
 # %% [markdown]
-# **Break it.** Give the rows to BLAS as they come, and run the model that way. Each product is as
-# accurate as before. Yet rows change with their number, and so do the model's logits. A last bit
-# can move a value to the next FP8 code, or a token to another expert; then the end differs by more.
+# **Break it.** Give the rows to BLAS as they come, and run the model that way. Rows
+# change with their number, and so do the model's logits. A last bit can move a value to the next
+# FP8 code, or a token to another expert; then the end differs by more.
 
 # %% tags=["break"]
 plain = x @ w.T
@@ -161,8 +161,8 @@ assert not np.array_equal(at_once, cut), "without batch invariance chunks change
 # Between steps requests may come and go. Serve four of them. Each step feeds every writer its
 # newest token and every reader the next piece of its prompt.
 #
-# Global KV lives in pages of 8 tokens here. A request is a list of page numbers; whoever leaves
-# gives its pages back, and the next one takes them. Watch who owns which page.
+# Global KV lives in pages of 8 tokens here. A request is a list of page numbers. Free pages stand
+# in a queue: whoever grows takes from its front, whoever leaves puts its pages at its end.
 
 
 # %%
