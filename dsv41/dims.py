@@ -1,7 +1,9 @@
 """Which letter stands for which axis?
 
 Shapes are written with these letters everywhere: `# (T, H, C)` in a margin, `x (T, D) f32` in a
-docstring. A letter means one thing in the whole package. `table(config)` prints them with their
+docstring. Three letters have a second life that the text around them makes plain: (N, K) of a
+weight are its outputs and inputs, B in draft.py and schedule.py counts the tokens of a draft or of
+a step, and in equations A, B and C may be matrices. `table(config)` prints the letters with their
 sizes in a given model; axes that depend on the input have no size there.
 """
 
