@@ -70,6 +70,10 @@ def test_verify_names_the_first_departure_and_the_layer_that_computes_something_
     [
         (["demo", "nowhere"], "dir: no checkpoint at nowhere"),
         (["inspect", "nowhere"], "nowhere"),
+        (["inspect", GOLDEN / "config.json"], "config.json"),
+        (["demo", GOLDEN / "config.json"], "config.json"),
+        (["generate", GOLDEN, "--prompt", f"@{GOLDEN}"], str(GOLDEN)),
+        (["generate", GOLDEN, "--prompt", " ", "--store", GOLDEN / "config.json"], "config.json"),
         (["verify", GOLDEN, "nowhere.npz"], "arrays: no file nowhere.npz"),
         (["verify", GOLDEN, GOLDEN / "config.json"], "not an .npz"),
         (["ledger", "--context", "0"], "context: expected positive"),
@@ -89,6 +93,14 @@ def test_inspect_of_a_broken_directory_names_what_is_missing(capsys, tmp_path):
     code, _, err = run(capsys, "inspect", tmp_path)
     assert code == 2
     assert "model.safetensors" in err
+
+
+def test_demo_without_reference_arrays_says_so(capsys, tmp_path):
+    for name in ("config.json", "model.safetensors", "tokens.json"):
+        shutil.copy(GOLDEN / name, tmp_path)
+    code, out, _ = run(capsys, "demo", tmp_path)
+    assert code == 0
+    assert "no reference arrays here" in out and "finite: True" in out
 
 
 def test_bench_prints_both_models(capsys):
