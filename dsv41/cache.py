@@ -127,6 +127,19 @@ class Cache:
         found = table[np.maximum(entries, 0) // per_page] * per_page + entries % per_page
         return np.where(entries < 0, -1, found)
 
+    def rows_of_all(self, source, slots, order, entries):
+        """Pool rows (T, K) of entries (T, K), -1 stays -1; row t asks of request slots[order[t]].
+
+        slots (R,) on the host, order (T,) beside the entries. One look-up for the whole batch.
+        """
+        per_page = self.page_tokens // self.ratio[source]
+        pages = [self.pages[slot] for slot in slots.tolist()]
+        table = np.zeros((len(pages), max([1, *map(len, pages)])), np.int64)
+        for number, own in enumerate(pages):
+            table[number, : len(own)] = own
+        page = beside(table, entries)[order[:, None], np.maximum(entries, 0) // per_page]
+        return np.where(entries < 0, -1, page * per_page + entries % per_page)
+
     def index_keys(self, source, slot, count):
         """The request's first `count` index keys, in order: (count, Z) records."""
         entries = beside(np.arange(count), self.like)
@@ -139,11 +152,8 @@ class Cache:
 
     def write_entries(self, source, entries, owners, kv, keys):
         """Store entry entries[i] of slot owners[i]: kv (N, Z) main KV, keys (N, Z) index keys."""
-        rows = np.zeros_like(entries)
-        for slot in np.unique(owners).tolist():
-            mine = owners == slot
-            rows[mine] = self.rows(source, slot, entries[mine])
-        rows = beside(rows, self.like)
+        slots, order = np.unique(owners, return_inverse=True)
+        rows = beside(self.rows_of_all(source, slots, order, entries[:, None])[:, 0], self.like)
         self.main_kv[source][rows], self.index[source][rows] = kv, keys
 
     def get_block(self, slot, number):

@@ -157,7 +157,5 @@ def global_rows_of(layer, call):
     if layer.mode == "swa":
         return cache.no_records(len(batch.ids))
     entries = call.shared.selected[layer.index_source]
-    rows = np.empty_like(entries)
-    for slot, at, _, _ in batch.segments():
-        rows[at] = cache.rows(layer.kv_source, slot, entries[at])
+    rows = cache.rows_of_all(layer.kv_source, batch.slots, call.here.order, entries)
     return cache.main_kv[layer.kv_source], rows

@@ -57,7 +57,7 @@ MUTANTS = [
     # compression
     ("pooling averages", "compress.py", "weights = np.exp(g - np.max(g, axis=1, keepdims=True))", "weights = np.exp(g * 0)"),
     ("one gate per token", "compress.py", "weights = np.exp(g - np.max(g, axis=1, keepdims=True))", "weights = np.exp(np.mean(g, axis=2, keepdims=True) + 0 * g)"),
-    ("pairs restart at a chunk", "compress.py", "        if pending:\n", "        if False:\n"),
+    ("pairs restart at a chunk", "compress.py", "([cache.carry[source]", "([0 * cache.carry[source]"),
     ("entry rotated at its last token", "csa2.py", "kv = main_kv(latent, positions,", "kv = main_kv(latent, positions + layer.ratio - 1,"),
     ("entry seen before its group closes", "csa2.py", "visible = (here.positions + 1) // layer.ratio", "visible = (here.positions + 2) // layer.ratio"),
     ("entry seen one token late", "csa2.py", "visible = (here.positions + 1) // layer.ratio", "visible = here.positions // layer.ratio"),

@@ -39,6 +39,7 @@ from .mhc import hc_coefficients_backward, hc_collapse_backward, hc_update_backw
 from .moe import moe_experts_backward, route_backward
 from .ops import add_grads, rmsnorm_backward
 from .projections import grouped_output_backward, low_rank_queries_backward
+from .schedule import expert_load
 from .sparse_attn import rope_sparse_attn_backward
 from .window import own_rows, window_kv_backward
 
@@ -218,10 +219,8 @@ def write_global_kv_backward(x, p, layer, call, back):
 
 def _entry_rows(cache, source, entries, owners):
     """Where `Cache.write_entries` put entries[i] of slot owners[i]: (N,) pool rows."""
-    rows = np.zeros_like(entries)
-    for slot in np.unique(owners).tolist():
-        rows[owners == slot] = cache.rows(source, slot, entries[owners == slot])
-    return rows
+    slots, order = np.unique(owners, return_inverse=True)
+    return cache.rows_of_all(source, slots, order, entries[:, None])[:, 0]
 
 
 def moe_backward(dy, x, p, layer, call, back):
@@ -235,14 +234,8 @@ def moe_backward(dy, x, p, layer, call, back):
     scores = sqrt_softplus(matmul_rows(x, gate["weight"], numerics))
     loss, dscores = balance_loss(scores, chosen, call.here.order, call.batch.count)
     back.losses["balance"] += loss
-    back.load[layer.index] = _loads(chosen, call.is_image, scores.shape[1])
+    back.load[layer.index] = expert_load(chosen, call.is_image, scores.shape[1])
     by_gate, grads["gate"] = route_backward(
         dweight, back.balance * dscores, x, gate, chosen, *routing
     )
     return dx + by_gate, grads
-
-
-def _loads(chosen, is_image, experts):
-    """How often text and image tokens chose each expert, (2, E) int."""
-    kinds = (np.bincount(chosen[at].ravel(), minlength=experts) for at in (~is_image, is_image))
-    return np.stack(list(kinds))

@@ -25,6 +25,7 @@ from ..init import random_params
 from ..quant import FLOAT32, OFFICIAL, WEIGHT_FP8
 from ..tensors import flatten, nest
 from .losses import bits_per_byte
+from .many import scale_all, square_sums
 from .model import Documents, Options, evaluate, loss_and_grads, stored_weights
 from .ops import sum_rows
 from .optimizer import Optimizer
@@ -238,14 +239,13 @@ def clip(grads, most, step):
     FloatingPointError names the first tensor with a gradient that is not finite.
     """
     values = {k: v[1] if isinstance(v, tuple) else v for k, v in flatten(grads).items()}
-    squares = {name: float(np.sum(value * value)) for name, value in values.items()}
-    norm = float(np.sqrt(sum(squares.values())))
+    squares = square_sums(list(values.values()))
+    norm = float(np.sqrt(np.sum(squares)))
     if not np.isfinite(norm):
-        first = next(name for name, square in squares.items() if not np.isfinite(square))
+        first = list(values)[int(np.argmin(np.isfinite(squares)))]
         raise FloatingPointError(f"step {step}: the gradient of {first} is not finite")
     if norm > most:
-        for value in values.values():
-            value *= np.float32(most / norm)
+        scale_all(list(values.values()), np.float32(most / norm))
     return norm
 
 
