@@ -1,6 +1,8 @@
 // momentum <- mu * momentum + grad, direction = mu * momentum + grad for a list of arrays, a block
 // for each piece of PIECE numbers. table: sizes, momenta, grads, directions. Contract:
 // dsv41.train.muon.nesterov_all.
+//
+// build: PIECE=4096
 
 extern "C" __global__ void nesterov_all(const long long* pieces, const long long* table, int arrays,
                                         float mu) {

@@ -5,6 +5,10 @@
 // dweight takes two steps, both in a fixed order: each block adds its ROWS rows into one line of
 // `partial` (blocks, channels), and the caller adds the lines. Contract:
 // dsv41.train.ops.rmsnorm_backward. Bytes: 12 per element.
+//
+// build: ROWS=64 CHUNKS=2
+// build: ROWS=64 CHUNKS=4
+// build: ROWS=64 CHUNKS=32
 
 #define WARPS 8
 

@@ -1,6 +1,8 @@
 // target <- factor * target + scale * other for a list of arrays, a block for each piece of PIECE
 // numbers. table: sizes, targets, others; numbers: factors, scales. Contract:
 // dsv41.train.many.scale_add.
+//
+// build: PIECE=4096
 
 extern "C" __global__ void scale_add(const long long* pieces, const long long* table,
                                      const float* numbers, int arrays) {

@@ -1,5 +1,7 @@
 // The sum of squares of each piece of PIECE numbers of a list of arrays, in a fixed order; the
 // caller adds the pieces of an array. table: sizes, arrays. Contract: dsv41.train.many.square_sums.
+//
+// build: PIECE=4096
 
 extern "C" __global__ void square_sums(const long long* pieces, const long long* table,
                                        double* sums, int arrays) {
