@@ -1,0 +1,162 @@
+// What the hyper-connection kernels share: sums over a warp, the Sinkhorn scaling of one S x S
+// matrix, and its gradient. S, the number of streams, is a macro; MIX = S * (S + 2) numbers mix one
+// token, and SUMS = 32 slots hold them and the sum of squares behind them (S <= 4).
+#pragma once
+
+constexpr int MIX = S * (S + 2);
+constexpr int SUMS = 32;
+
+// The nearest bf16 value, ties to even; NaN stays NaN. A float32 run (ROUND 0) keeps x.
+__device__ __forceinline__ float round_bf16(float x) {
+  unsigned bits = __float_as_uint(x);
+  if ((bits & 0x7fffffffu) > 0x7f800000u) return __uint_as_float((bits | 0x400000u) & 0xffff0000u);
+  return __uint_as_float((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
+}
+
+__device__ __forceinline__ float sigmoid(float x) {
+  float decay = expf(-fabsf(x));
+  return (x >= 0.f ? 1.f : decay) / (1.f + decay);
+}
+
+// 32 sums over the warp in 31 exchanges: at every step a lane keeps the half of the values that its
+// own number points to and gives the other half away. Lane l returns the total of v[l]; the order
+// of additions is the same in every launch.
+template <int half = SUMS / 2>
+__device__ __forceinline__ float warp_sums(float (&v)[SUMS]) {
+  bool upper = threadIdx.x & half;
+#pragma unroll
+  for (int i = 0; i < half; ++i) {
+    float give = upper ? v[i] : v[i + half], keep = upper ? v[i + half] : v[i];
+    v[i] = keep + __shfl_xor_sync(0xffffffffu, give, half);
+  }
+  if constexpr (half > 1) return warp_sums<half / 2>(v);
+  return v[0];
+}
+
+// Softmax of the rows of b, in place.
+__device__ __forceinline__ void softmax_rows(float (&b)[S][S]) {
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+    float top = b[i][0], total = 0.f;
+#pragma unroll
+    for (int j = 1; j < S; ++j) top = fmaxf(top, b[i][j]);
+#pragma unroll
+    for (int j = 0; j < S; ++j) total += b[i][j] = expf(b[i][j] - top);
+#pragma unroll
+    for (int j = 0; j < S; ++j) b[i][j] /= total;
+  }
+}
+
+// One normalisation of the lines of b = diag(row) k diag(column): `mine` is scaled so that every
+// line sums to 1 - eps / sum. trap: the definition divides the matrix itself, pass after pass; here
+// k stays as it is and only 2 S factors change, which is 28 operations a pass instead of 44, and
+// rounding errors of a pass are divided out by the next one instead of adding up.
+template <bool columns>
+__device__ __forceinline__ void scale_lines(const float (&k)[S][S], float (&mine)[S],
+                                            const float (&other)[S], float (&factor)[S], float eps) {
+#pragma unroll
+  for (int line = 0; line < S; ++line) {
+    float sum = 0.f;
+#pragma unroll
+    for (int at = 0; at < S; ++at) sum += (columns ? k[at][line] : k[line][at]) * other[at];
+    factor[line] = __fdividef(1.f, sum * mine[line] + eps);
+    mine[line] *= factor[line];
+  }
+}
+
+// logits in b -> the nearly doubly stochastic matrix in b; `iterations` passes over rows and columns.
+__device__ __forceinline__ void sinkhorn_matrix(float (&b)[S][S], int iterations, float eps) {
+  float row[S], column[S], factor[S];
+  softmax_rows(b);
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+    row[i] = column[i] = 1.f;
+#pragma unroll
+    for (int j = 0; j < S; ++j) b[i][j] += eps;
+  }
+  scale_lines<true>(b, column, row, factor, eps);
+  for (int pass = 1; pass < iterations; ++pass) {
+    scale_lines<false>(b, row, column, factor, eps);
+    scale_lines<true>(b, column, row, factor, eps);
+  }
+#pragma unroll
+  for (int i = 0; i < S; ++i)
+#pragma unroll
+    for (int j = 0; j < S; ++j) b[i][j] *= row[i] * column[j];
+}
+
+// One token's sums, in place, into pre (S), post (S) and comb (S * S).
+__device__ __forceinline__ void mixing_sets(float* u, const float* base, const float* scale,
+                                            int width, int iterations, float norm_eps, float eps) {
+  float rms = sqrtf(u[MIX] / width + norm_eps), b[S][S];
+#pragma unroll
+  for (int m = 0; m < 2 * S; ++m) {
+    float z = u[m] / rms * scale[m / S] + base[m];
+    u[m] = m < S ? sigmoid(z) + eps : 2.f * sigmoid(z);
+  }
+#pragma unroll
+  for (int k = 0; k < S * S; ++k)
+    b[k / S][k % S] = u[2 * S + k] / rms * scale[2] + base[2 * S + k];
+  sinkhorn_matrix(b, iterations, eps);
+#pragma unroll
+  for (int k = 0; k < S * S; ++k) u[2 * S + k] = b[k / S][k % S];
+}
+
+#ifdef PASSES  // = 2 * iterations - 1
+// b = diag(row) k diag(column) came from lines divided by their sums: d -> (d - d . b) * factor.
+template <bool columns>
+__device__ __forceinline__ void undo_pass(float (&d)[S][S], const float (&k)[S][S],
+                                          const float (&row)[S], const float (&column)[S],
+                                          const float (&factor)[S]) {
+#pragma unroll
+  for (int line = 0; line < S; ++line) {
+    float dot = 0.f;
+#pragma unroll
+    for (int at = 0; at < S; ++at) {
+      int i = columns ? at : line, j = columns ? line : at;
+      dot += d[i][j] * (row[i] * k[i][j] * column[j]);
+    }
+#pragma unroll
+    for (int at = 0; at < S; ++at) {
+      int i = columns ? at : line, j = columns ? line : at;
+      d[i][j] = (d[i][j] - dot) * factor[line];
+    }
+  }
+}
+
+// d, the gradient by the result of sinkhorn_matrix, becomes that by its logits. The passes are made
+// again and their 2 * PASSES * S factors kept, in local memory; then each is undone, last one first.
+__device__ __forceinline__ void sinkhorn_gradient(float (&d)[S][S], float (&soft)[S][S], float eps) {
+  float k[S][S], row[S], column[S], factor[PASSES][S], scaled[PASSES + 2][S];
+  softmax_rows(soft);
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+    row[i] = column[i] = scaled[0][i] = scaled[1][i] = 1.f;
+#pragma unroll
+    for (int j = 0; j < S; ++j) k[i][j] = soft[i][j] + eps;
+  }
+  for (int pass = 0; pass < PASSES; ++pass) {  // even passes normalise columns, odd ones rows
+    if (pass % 2) scale_lines<false>(k, row, column, factor[pass], eps);
+    else scale_lines<true>(k, column, row, factor[pass], eps);
+#pragma unroll
+    for (int i = 0; i < S; ++i) scaled[pass + 2][i] = pass % 2 ? row[i] : column[i];
+  }
+  for (int pass = PASSES - 1; pass >= 0; --pass) {
+    if (pass % 2) undo_pass<false>(d, k, row, column, factor[pass]);
+    else undo_pass<true>(d, k, row, column, factor[pass]);
+#pragma unroll
+    for (int i = 0; i < S; ++i) {
+      if (pass % 2) row[i] = scaled[pass][i];
+      else column[i] = scaled[pass][i];
+    }
+  }
+#pragma unroll
+  for (int i = 0; i < S; ++i) {
+    float dot = 0.f;
+#pragma unroll
+    for (int j = 0; j < S; ++j) dot += d[i][j] * soft[i][j];
+#pragma unroll
+    for (int j = 0; j < S; ++j) d[i][j] = soft[i][j] * (d[i][j] - dot);
+  }
+}
+#endif
