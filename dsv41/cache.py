@@ -23,9 +23,20 @@ from collections import deque
 
 import numpy as np
 
-from .dispatch import beside
+from .dispatch import beside, op
 
 NEW_PAGES = 16  # the pools grow by doubling, from here
+
+
+@op
+def paged_rows(entries, pages, request, per_page):
+    """Pool rows of entry numbers (...) int; -1 stays -1.
+
+    pages (R, n) int: page numbers of each request; request: one for all, or of each entry, in any
+    shape that broadcasts to entries.
+    """
+    rows = pages[request, np.maximum(entries, 0) // per_page] * per_page + entries % per_page
+    return np.where(entries < 0, -1, rows)
 
 
 class Cache:
@@ -120,12 +131,17 @@ class Cache:
 
     def rows(self, source, slot, entries):
         """Pool rows (same shape, int64) of a request's entry numbers; -1 stays -1."""
-        per_page = self.page_tokens // self.ratio[source]
         entries = entries if hasattr(entries, "shape") else np.array(entries)
+        pages = beside(self.page_table([slot]), entries)
+        return paged_rows(entries, pages, 0, self.page_tokens // self.ratio[source])
+
+    def page_table(self, slots):
+        """(len(slots), n) int64: page numbers of each request, 0 behind its last."""
         # a request without pages has only -1 to look up; any table will do for those
-        table = beside(np.array(self.pages[slot] or [0], np.int64), entries)
-        found = table[np.maximum(entries, 0) // per_page] * per_page + entries % per_page
-        return np.where(entries < 0, -1, found)
+        table = np.zeros((len(slots), max(1, *(len(self.pages[s]) for s in slots))), np.int64)
+        for row, slot in zip(table, slots, strict=True):
+            row[: len(self.pages[slot])] = self.pages[slot]
+        return table
 
     def index_keys(self, source, slot, count):
         """The request's first `count` index keys, in order: (count, Z) records."""
