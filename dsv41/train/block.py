@@ -17,8 +17,6 @@ and selections; what is inside a sublayer is computed again. Source: csa2.py and
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ..ced import moe, sublayer
 from ..compress import compress
 from ..csa2 import attention, global_rows_of
@@ -204,7 +202,7 @@ def write_global_kv_backward(x, p, layer, call, back):
         x, p["compressor"], source, layer.ratio, call.cache, batch, config, numerics
     )
     positions = beside(entries * layer.ratio, x)
-    rows = beside(_entry_rows(call.cache, source, entries, owners), x)
+    rows = beside(call.cache.rows_of_entries(source, entries, owners), x)
     dkv = back.main_kv.pop(source)[rows]
     dlatent = main_kv_backward(dkv, latent, positions, freqs, numerics)
     dx, compressor = compress_backward(
@@ -215,12 +213,6 @@ def write_global_kv_backward(x, p, layer, call, back):
         rest = latent, p["indexer"], positions, freqs, config, numerics
         grads["indexer"] = index_keys_backward(back.keys.pop(source)[rows], *rest)[1]
     return dx, grads
-
-
-def _entry_rows(cache, source, entries, owners):
-    """Where `Cache.write_entries` put entries[i] of slot owners[i]: (N,) pool rows."""
-    slots, order = np.unique(owners, return_inverse=True)
-    return cache.rows_of_all(source, slots, order, entries[:, None])[:, 0]
 
 
 def moe_backward(dy, x, p, layer, call, back):
