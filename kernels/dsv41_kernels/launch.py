@@ -11,16 +11,23 @@ import re
 from pathlib import Path
 
 THREADS = 256
+STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel gets without asking
 
 
 @functools.cache
-def kernel(op, name, **macros):
-    """The compiled kernel `name` of <op>/kernel.cu, with -D macros."""
+def kernel(op, name, shared=0, **macros):
+    """The compiled kernel `name` of <op>/kernel.cu, with -D macros.
+
+    `shared` is the most dynamic shared memory that a launch will ask for, in bytes.
+    """
     import cupy
 
     code = source(Path(__file__).parent / op / "kernel.cu")
     options = ("--std=c++17", *(f"-D{key}={value}" for key, value in macros.items()))
-    return cupy.RawModule(code=code, options=options).get_function(name)
+    found = cupy.RawModule(code=code, options=options).get_function(name)
+    if shared > STATIC_SHARED:
+        found.max_dynamic_shared_size_bytes = shared
+    return found
 
 
 def source(path):
@@ -34,9 +41,3 @@ def source(path):
 def grid(count, threads=THREADS):
     """Blocks of `threads` that cover `count` threads, as a launch dimension."""
     return (-(-count // threads),)
-
-
-def row_tiles(width, threads=THREADS):
-    """(tiles, threads): how many blocks of how many threads, whole warps, cover a row."""
-    threads = min(threads, 32 * -(-width // 32))
-    return -(-width // threads), threads
