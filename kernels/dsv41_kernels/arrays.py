@@ -24,3 +24,9 @@ def stream_sizes(streams, most=4):
     if len(shape) != 3 or not 1 <= shape[1] <= most or shape[2] == 0:
         raise ValueError(f"streams: expected shape (T, 1 to {most}, D), got {tuple(shape)}")
     return shape
+
+
+def row_tiles(width, threads=256):
+    """(tiles, threads): how many blocks of how many threads, whole warps, cover a row."""
+    threads = min(threads, 32 * -(-width // 32))
+    return -(-width // threads), threads

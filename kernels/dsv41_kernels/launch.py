@@ -107,9 +107,3 @@ def numba_stream(like):
 
 def _dimension(size):
     return size if isinstance(size, tuple) else (size,)
-
-
-def row_tiles(width, threads=THREADS):
-    """(tiles, threads): how many blocks of how many threads, whole warps, cover a row."""
-    threads = min(threads, 32 * -(-width // 32))
-    return -(-width // threads), threads

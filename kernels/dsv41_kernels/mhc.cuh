@@ -3,15 +3,36 @@
 // token, and SUMS = 32 slots hold them and the sum of squares behind them (S <= 4).
 #pragma once
 
+#ifndef ROUND
+#define ROUND 0
+#endif
+#ifndef BF16_STORED
+#define BF16_STORED 0
+#endif
+
 constexpr int MIX = S * (S + 2);
 constexpr int SUMS = 32;
 
-// The nearest bf16 value, ties to even; NaN stays NaN. A float32 run (ROUND 0) keeps x.
+// The nearest bf16 value, ties to even; NaN stays NaN.
 __device__ __forceinline__ float round_bf16(float x) {
   unsigned bits = __float_as_uint(x);
   if ((bits & 0x7fffffffu) > 0x7f800000u) return __uint_as_float((bits | 0x400000u) & 0xffff0000u);
   return __uint_as_float((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
 }
+
+// How streams lie in memory: as bf16, which is what the released code keeps, or as the float32
+// numbers of the NumPy text, rounded to bf16 (ROUND 1, OFFICIAL) or not (FLOAT32).
+#if BF16_STORED
+typedef unsigned short Stored;
+__device__ __forceinline__ float load(Stored x) { return __uint_as_float((unsigned)x << 16); }
+__device__ __forceinline__ float stored(float x) { return round_bf16(x); }
+__device__ __forceinline__ Stored save(float x) { return __float_as_uint(round_bf16(x)) >> 16; }
+#else
+typedef float Stored;
+__device__ __forceinline__ float load(Stored x) { return x; }
+__device__ __forceinline__ float stored(float x) { return ROUND ? round_bf16(x) : x; }
+__device__ __forceinline__ Stored save(float x) { return stored(x); }
+#endif
 
 __device__ __forceinline__ float sigmoid(float x) {
   float decay = expf(-fabsf(x));

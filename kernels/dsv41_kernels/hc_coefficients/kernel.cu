@@ -16,7 +16,7 @@ constexpr int TOKENS = 16; // tokens of a block of 4 warps
 
 // sums[t][piece][m] = fn[m] . x[t], m < MIX, and x . x behind them, over the columns of one piece.
 extern "C" __global__ void __launch_bounds__(128)
-mixing_sums(const float* x, const float* fn, float* sums, long long tokens, int width) {
+mixing_sums(const Stored* x, const float* fn, float* sums, long long tokens, int width) {
   int lane = threadIdx.x % 32, piece = blockIdx.y, pieces = gridDim.y;
   long long first = blockIdx.x * (long long)TOKENS + threadIdx.x / 32 * ROWS;
   if (first >= tokens) return;  // a whole warp
@@ -26,7 +26,7 @@ mixing_sums(const float* x, const float* fn, float* sums, long long tokens, int 
     float in[ROWS];
 #pragma unroll
     for (int r = 0; r < ROWS; ++r) {
-      in[r] = x[min(first + r, tokens - 1) * width + c];
+      in[r] = load(x[min(first + r, tokens - 1) * width + c]);
       v[r][MIX] += in[r] * in[r];
     }
 #pragma unroll

@@ -6,13 +6,13 @@
 // build: S=4 ROUND=0
 // build: S=4 ROUND=1
 
-extern "C" __global__ void hc_collapse(const float* streams, const float* pre, float* x,
+extern "C" __global__ void hc_collapse(const Stored* streams, const float* pre, Stored* x,
                                        int tiles, int width) {
   long long t = blockIdx.x / tiles;
   int c = blockIdx.x % tiles * blockDim.x + threadIdx.x;
   if (c >= width) return;
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < S; ++i) sum = __fmaf_rn(pre[t * S + i], streams[(t * S + i) * width + c], sum);
-  x[t * width + c] = ROUND ? round_bf16(sum) : sum;
+  for (int i = 0; i < S; ++i) sum = __fmaf_rn(pre[t * S + i], load(streams[(t * S + i) * width + c]), sum);
+  x[t * width + c] = save(sum);
 }

@@ -3,8 +3,8 @@
 import cupy
 import numpy as np
 
-from ..arrays import on_device, stream_sizes
-from ..launch import kernel, row_tiles
+from ..arrays import on_device, row_tiles, stream_sizes
+from ..launch import kernel
 
 
 def hc_update(streams, y, post, comb, numerics):

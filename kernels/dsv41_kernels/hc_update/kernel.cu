@@ -7,20 +7,20 @@
 // build: S=4 ROUND=0
 // build: S=4 ROUND=1
 
-extern "C" __global__ void hc_update(const float* streams, const float* y, const float* post,
-                                     const float* comb, float* out, int tiles, int width) {
+extern "C" __global__ void hc_update(const Stored* streams, const Stored* y, const float* post,
+                                     const float* comb, Stored* out, int tiles, int width) {
   long long t = blockIdx.x / tiles;
   int c = blockIdx.x % tiles * blockDim.x + threadIdx.x;
   if (c >= width) return;
-  float in[S], more = y[t * width + c];
+  float in[S], more = load(y[t * width + c]);
 #pragma unroll
-  for (int j = 0; j < S; ++j) in[j] = streams[(t * S + j) * width + c];
+  for (int j = 0; j < S; ++j) in[j] = load(streams[(t * S + j) * width + c]);
 #pragma unroll
   for (int k = 0; k < S; ++k) {
     float mixed = 0.f;
 #pragma unroll
     for (int j = 0; j < S; ++j) mixed = __fmaf_rn(comb[(t * S + j) * S + k], in[j], mixed);
     float value = __fadd_rn(__fmul_rn(post[t * S + k], more), mixed);
-    out[(t * S + k) * width + c] = ROUND ? round_bf16(value) : value;
+    out[(t * S + k) * width + c] = save(value);
   }
 }
