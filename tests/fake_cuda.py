@@ -4,6 +4,7 @@ Arrays are NumPy arrays that claim to live on a device; kernels are recorded, no
 hold whatever memory held. `fake_cuda` is the fixture; its value lists the launches.
 """
 
+import importlib
 import sys
 import types
 
@@ -53,14 +54,22 @@ def _module():
         x if x.flags.c_contiguous and dtype in (None, x.dtype) else on_device(np.array(x, dtype))
     )
     runtime = types.SimpleNamespace(getDevice=lambda: 0)
-    cupy.cuda = types.SimpleNamespace(runtime=runtime)
+    device = lambda: types.SimpleNamespace(id=0)  # noqa: E731
+    cupy.cuda = types.SimpleNamespace(runtime=runtime, Device=device)
     return cupy
 
 
 def _forget_wrappers():
-    for name in [n for n in sys.modules if n.startswith("dsv41_kernels") and n.endswith("_op")]:
+    """Whatever has taken `kernel` or CuPy by name is imported anew; the patched modules stay."""
+    stay = ("dsv41_kernels.launch", "dsv41_kernels.errors", "dsv41_kernels.nvrtc")
+    for name in [n for n in sys.modules if n.startswith("dsv41_kernels.") and n not in stay]:
         del sys.modules[name]
     dispatch.find_kernel.cache_clear()
+
+
+def wrapper(op):
+    """The CuPy wrapper of an op, to be called inside a test that asks for `fake_cuda`."""
+    return getattr(importlib.import_module(f"dsv41_kernels.{op}.cupy_op"), op)
 
 
 @pytest.fixture

@@ -4,7 +4,8 @@ import numpy as np
 import pytest
 from compare import assert_close, assert_same
 from dsv41_kernels.sparse_attn.oracle import attention
-from fake_cupy import fake_cupy  # noqa: F401
+from fake_cuda import fake_cuda, wrapper  # noqa: F401
+from fake_cuda import on_device as on_fake_device
 from test_kernels import cupy  # noqa: F401
 from test_sparse_attn import rows_with
 
@@ -50,75 +51,73 @@ WRONG = {
 
 
 @pytest.mark.parametrize("case", WRONG)
-def test_a_wrong_argument_is_named(fake_cupy, case):  # noqa: F811
+def test_a_wrong_argument_is_named(fake_cuda, case):  # noqa: F811
     place, spoil, error, message = WRONG[case]
-    arguments = on_device_list(fake_cupy, inputs())
+    arguments = on_device_list(inputs())
     arguments[place] = spoil(arguments[place])
     for op, first in (("sparse_attn", []), ("sparse_attn_backward", [arguments[0]])):
         with pytest.raises(error, match=message):
-            fake_cupy.load(op)(*first, *arguments)
-    assert not fake_cupy.launches
+            wrapper(op)(*first, *arguments)
+    assert not fake_cuda
 
 
-def on_device_list(fake, arguments):
-    return [fake.on_device(a) if isinstance(a, np.ndarray) else a for a in arguments]
+def on_device_list(arguments):
+    return [on_fake_device(a) if isinstance(a, np.ndarray) else a for a in arguments]
 
 
-def test_records_of_another_format_are_named(fake_cupy):  # noqa: F811
-    arguments = on_device_list(fake_cupy, inputs(OFFICIAL))
+def test_records_of_another_format_are_named(fake_cuda):  # noqa: F811
+    arguments = on_device_list(inputs(OFFICIAL))
     arguments[3] = arguments[3][:, :-1]
     with pytest.raises(ValueError, match=r"global_kv: expected shape \(any, 36\), got \(600, 35\)"):
-        fake_cupy.load("sparse_attn")(*arguments)
+        wrapper("sparse_attn")(*arguments)
 
 
-def test_frequencies_that_do_not_fit_are_named(fake_cupy):  # noqa: F811
-    q, *reads = on_device_list(fake_cupy, inputs())
-    positions = fake_cupy.on_device(np.arange(len(q)))
+def test_frequencies_that_do_not_fit_are_named(fake_cuda):  # noqa: F811
+    q, *reads = on_device_list(inputs())
+    positions = on_fake_device(np.arange(len(q)))
     with pytest.raises(ValueError, match="freqs: 33 pairs do not fit into 64 channels"):
-        fake_cupy.load("rope_sparse_attn")(q, positions, np.ones(33, np.float32), *reads)
+        wrapper("rope_sparse_attn")(q, positions, np.ones(33, np.float32), *reads)
 
 
-def test_no_queries_no_launch(fake_cupy):  # noqa: F811
-    arguments = on_device_list(fake_cupy, inputs())
+def test_no_queries_no_launch(fake_cuda):  # noqa: F811
+    arguments = on_device_list(inputs())
     for place in (0, 2, 4):
         arguments[place] = arguments[place][:0]
-    assert fake_cupy.load("sparse_attn")(*arguments).shape == (0, 8, 64)
-    dq, dwindow, dglobal, dsink, share = fake_cupy.load("sparse_attn_backward")(
-        arguments[0], *arguments
-    )
+    assert wrapper("sparse_attn")(*arguments).shape == (0, 8, 64)
+    dq, dwindow, dglobal, dsink, share = wrapper("sparse_attn_backward")(arguments[0], *arguments)
     assert dq.shape == (0, 8, 64) and share.shape == (0, 66)
     assert not dwindow.any() and not dglobal.any() and not dsink.any()
-    assert not fake_cupy.launches
+    assert not fake_cuda
 
 
-def test_one_launch_forward_four_backward(fake_cupy):  # noqa: F811
-    arguments = on_device_list(fake_cupy, inputs())
-    fake_cupy.load("sparse_attn")(*arguments)
-    fake_cupy.load("sparse_attn_backward")(arguments[0], *arguments)
-    names = [name for name, *_ in fake_cupy.launches]
+def test_one_launch_forward_four_backward(fake_cuda):  # noqa: F811
+    arguments = on_device_list(inputs())
+    wrapper("sparse_attn")(*arguments)
+    wrapper("sparse_attn_backward")(arguments[0], *arguments)
+    names = [name for _, name, *_ in fake_cuda]
     assert names == ["attend", "count_readers", "places", "attend_backward", "add_parts"]
-    blocks = [grid[0] for _, grid, *_ in fake_cupy.launches]
+    blocks = [grid[0] for _, _, grid, *_ in fake_cuda]
     assert blocks == [3, -(-3 * 131 // 256), 1, 3, 8 + 2 * 600]
 
 
 @pytest.mark.parametrize("heads, channels", [(3, 64), (8, 48), (32, 64)])
-def test_other_sizes_are_left_to_the_definition(fake_cupy, heads, channels):  # noqa: F811
+def test_other_sizes_are_left_to_the_definition(fake_cuda, heads, channels):  # noqa: F811
     arguments = inputs(heads=heads, channels=channels)
-    fake = on_device_list(fake_cupy, arguments)
-    got = fake_cupy.load("sparse_attn")(*fake)
+    fake = on_device_list(arguments)
+    got = wrapper("sparse_attn")(*fake)
     assert_same("o", np.asarray(got), sparse_attn.definition(*arguments))
-    got = fake_cupy.load("sparse_attn_backward")(fake[0], *fake)
+    got = wrapper("sparse_attn_backward")(fake[0], *fake)
     want = sparse_attn_backward.definition(arguments[0], *arguments)
     assert_same("dq", np.asarray(got[0]), want[0])
-    assert not fake_cupy.launches
+    assert not any(op.startswith("sparse_attn") for op, *_ in fake_cuda)
 
 
-def test_strided_and_misaligned_arrays_are_copied(fake_cupy):  # noqa: F811
-    arguments = on_device_list(fake_cupy, inputs())
-    wide = fake_cupy.on_device(np.zeros((600, 65), np.float32))
+def test_strided_and_misaligned_arrays_are_copied(fake_cuda):  # noqa: F811
+    arguments = on_device_list(inputs())
+    wide = on_fake_device(np.zeros((600, 65), np.float32))
     arguments[1] = wide[:, 1:]
-    fake_cupy.load("sparse_attn")(*arguments)
-    pointers = [a.data.ptr for a in fake_cupy.launches[0][3] if isinstance(a, type(wide))]
+    wrapper("sparse_attn")(*arguments)
+    pointers = [a.data.ptr for a in fake_cuda[0][4] if isinstance(a, type(wide))]
     assert all(p % 16 == 0 for p in pointers[:4]) and wide[:, 1:].data.ptr not in pointers
 
 

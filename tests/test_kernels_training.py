@@ -9,9 +9,19 @@ import pytest
 from test_kernels import cupy  # noqa: F401, a fixture
 
 from dsv41.dispatch import find_kernel
+from dsv41.formats import round_bf16
 from dsv41.moe import moe_experts, route
 from dsv41.ops import rmsnorm, swiglu
-from dsv41.quant import FLOAT32, OFFICIAL
+from dsv41.quant import (
+    ACTIVATION_FP8,
+    FLOAT32,
+    INDEX_FP4,
+    MAIN_KV_FP4,
+    OFFICIAL,
+    WEIGHT_FP4,
+    WEIGHT_FP8,
+    fake_blocks,
+)
 from dsv41.rope import rotate
 from dsv41.train.adamw import adamw_steps
 from dsv41.train.losses import balance_loss
@@ -71,6 +81,22 @@ def test_rmsnorm_and_its_gradient(cupy, rng, shape):  # noqa: F811
     compare(cupy, rmsnorm, x, weight, 1e-20, FLOAT32)
     compare(cupy, rmsnorm, x, weight, 1e-20, OFFICIAL, most=2**-8)
     compare(cupy, rmsnorm_backward, dy, x, weight, 1e-6, most=1e-4)
+
+
+@pytest.mark.parametrize(
+    "fmt", [ACTIVATION_FP8, INDEX_FP4, MAIN_KV_FP4, WEIGHT_FP8, WEIGHT_FP4], ids=lambda f: f.name
+)
+def test_rounding_to_blocks_and_to_bf16(cupy, rng, fmt):  # noqa: F811
+    """Every exponent, subnormals and zeros, ties: the bits of the definition."""
+    x = normal(rng, 3000, 96) * np.exp2(rng.integers(-140, 100, (3000, 1))).astype(np.float32)
+    x[:10] = 0
+    x[10:200] = np.repeat(rng.choice([0.25, 0.75, 1.75, 2.5, 3.5, 5, 6], (190, 1)), 96, axis=1)
+    x[-3:] = 0
+    compare(cupy, fake_blocks, x, fmt, most=0)
+    compare(cupy, fake_blocks, x[:0], fmt, most=0)
+    compare(cupy, round_bf16, x, most=0)
+    with pytest.raises(ValueError, match="last axis must be a multiple of"):
+        fmt.fake(cupy.ones((2, 40), np.float32))
 
 
 @pytest.mark.parametrize("shape", [(0, 2, 64), (1, 64), (65, 8, 64), (7, 33, 2, 16)])

@@ -38,14 +38,20 @@ __device__ float times_e8m0(float x, unsigned code) {  // x * 2^(code - 127)
   return code ? x * __uint_as_float(code << 23) : 0.5f * x * 0x1p-126f;
 }
 
-// Channels 4 * quad .. + 3 of a record. Packed records are only even, so they are read by two bytes.
+// Channels 4 * quad .. + 3 of a record. Packed records are even at best, so two bytes are read at once.
 template <int FORMAT>
 __device__ float4 decode(const unsigned char* records, long long row, int quad) {
   if (FORMAT == 0) return reinterpret_cast<const float4*>(records)[row * QUADS + quad];
   if (FORMAT == 1) {
     const unsigned char* record = records + row * (C + C / 32);
-    const unsigned short* pairs = reinterpret_cast<const unsigned short*>(record) + 2 * quad;
-    unsigned low = pairs[0], high = pairs[1], scale = record[C + quad / 8];
+    unsigned low, high, scale = record[C + quad / 8];
+    if (C / 32 % 2 == 0) {
+      const unsigned short* pairs = reinterpret_cast<const unsigned short*>(record) + 2 * quad;
+      low = pairs[0], high = pairs[1];
+    } else {  // every second record begins at an odd address
+      const unsigned char* codes = record + 4 * quad;
+      low = codes[0] | codes[1] << 8, high = codes[2] | codes[3] << 8;
+    }
     return make_float4(times_e8m0(e4m3(low & 255), scale), times_e8m0(e4m3(low >> 8), scale),
                        times_e8m0(e4m3(high & 255), scale), times_e8m0(e4m3(high >> 8), scale));
   }
