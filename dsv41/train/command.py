@@ -36,6 +36,7 @@ def main_train(arguments):
     """The command: config, corpus, out (Paths), device, minutes."""
     description = read_description(arguments.config)
     trainer, heldout = open_run(description, arguments.corpus, arguments.out, arguments.device)
+    asked = recall_probes(description, arguments.corpus)
     until = time.monotonic() + 60 * arguments.minutes if arguments.minutes else np.inf
     run = trainer.run
     print(f"{run.all_steps - trainer.done} of {run.all_steps} steps to go", file=sys.stderr)
@@ -44,6 +45,7 @@ def main_train(arguments):
         is_due = trainer.done % run.evaluate_every == 0 or trainer.done == run.steps
         if is_due and trainer.done <= run.steps:
             record["heldout"] = trainer.evaluate(*heldout)
+            record["recall"] = trainer.recall(asked) if asked else {}
         trainer.log(record)
         _show(record, run.all_steps)
         if trainer.done % run.save_every == 0:
@@ -126,6 +128,20 @@ def heldout_pieces(corpus, length):
     return [pieces[i : i + 8] for i in range(0, len(pieces), 8)], text["heldout"]["bytes"]
 
 
+def recall_probes(description, corpus, count=32):
+    """`count` probes at each distance that fits into a sample, with held-out text between; none
+    for a run without recall documents.
+    """
+    run = description["run"]
+    text = np.concatenate([np.asarray(ids) for ids in load_ids(corpus, "heldout")])
+    words = recall.words_of(load_tokenizer(DATA / "tokenizer"))
+    facts = description["recall"]["facts"]
+    room = run.length - 2 * words.size * facts - words.size  # a probe's front is that long
+    distances = [d for d in recall.DISTANCES if run.recall and 64 < d <= room]
+    generator = np.random.default_rng((run.seed, 3))
+    return recall.probes(generator, words, text, distances, count, facts)
+
+
 def export(trainer, directory):
     """Write the masters in the released layout, with the tokenizer, and read them back."""
     params = nest({name: to_host(leaf) for name, leaf in flatten(trainer.params).items()})
@@ -147,6 +163,8 @@ def _draw(folder):
 
 def _show(record, steps):
     bits = f"  held-out {record['heldout']:.4f} bits/byte" if "heldout" in record else ""
+    for distance, share in record.get("recall", {}).items():
+        bits += f"  recall {distance}: {share:.0%}"
     speed = record["tokens"] / record["seconds"]
     low, high = record["load"]
     names = ("index",) if "index" in record else ("tv", "confidence")

@@ -28,10 +28,11 @@ from ..tensors import flatten, nest
 from .draft import draft_loss_and_grads, sample_anchors
 from .losses import bits_per_byte
 from .many import scale_all, square_sums
-from .model import Documents, Options, evaluate, loss_and_grads, stored_weights
+from .model import Documents, Options, best_tokens, evaluate, loss_and_grads, stored_weights
 from .ops import sum_rows
 from .optimizer import Optimizer
-from .packing import Batches
+from .packing import BOS, Batches
+from .recall import accuracy
 from .schedule import BIAS_SPEED, Schedule, balance_bias
 
 
@@ -141,6 +142,20 @@ class Trainer:
         """Bits per byte of held-out documents (lists of ids, bos and eos included)."""
         nats = sum(self._nats(some) for some in documents)
         return bits_per_byte(nats, text_bytes)
+
+    def recall(self, asked):
+        """{distance: share of right answers} of a list of `recall.Recall`, a few at a time."""
+        weights, numerics = self._weights(self.done)
+        guesses, size = [], max(1, self.run.length * self.run.batch // len(asked[-1].ids))
+        for begin in range(0, len(asked), size):
+            some = asked[begin : begin + size]
+            documents = [np.concatenate([[BOS], one.ids]) for one in some]
+            first = np.cumsum([0, *map(len, documents)])[:-1]
+            at = np.concatenate([f + one.answers for f, one in zip(first, some, strict=True)])
+            options = Options(self.classes)
+            found = best_tokens(weights, self.config, documents, at, numerics, options)
+            guesses += np.split(found, np.cumsum([len(one.answers) for one in some])[:-1])
+        return accuracy(asked, guesses)
 
     def save(self):
         """Write state.npz; a kill at any moment leaves the old file or the new one."""

@@ -21,7 +21,7 @@ import numpy as np
 from ..batch import TEXT, make_batch
 from ..cache import Cache
 from ..call import Call
-from ..dispatch import beside, block_elements
+from ..dispatch import beside, block_elements, to_host
 from ..formats import round_bf16
 from ..mhc import hc_collapse, initial_streams
 from ..model import engram_rows
@@ -112,6 +112,18 @@ def evaluate(params, config, documents, numerics=FLOAT32, options=None):
         for rows in row_blocks(x, head)
     )
     return sum(float(np.sum(nats)) for nats in pieces), len(x)
+
+
+def best_tokens(params, config, documents, at, numerics=FLOAT32, options=None):
+    """The likeliest next token behind each of the rows `at` (n,) of the documents laid end to end
+    -> (n,) int64 on the host.
+    """
+    documents = documents if isinstance(documents, Documents) else Documents(list(documents))
+    call = open_call(params, config, documents, numerics, (options or Options()).classes)
+    streams, pre, _ = run_forward(params, documents, call)
+    at = beside(np.asarray(at), streams)
+    x = last_x(streams[at], pre[at], params, call)
+    return to_host(np.argmax(matmul_rows(x, params["head"]["weight"], numerics), axis=1))
 
 
 def open_call(params, config, documents, numerics, classes=None):
