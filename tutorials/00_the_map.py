@@ -146,24 +146,27 @@ assert len(ratios) == 40 + config.num_nextn_predict_layers == 43, "three blocks 
 #
 # Both numbers are quoted for the same model. The *backbone* has 552 billion: nearly all of it in
 # experts. Engram's tables have another 197 billion, but nobody multiplies by them: a token looks up
-# 48 rows. Together 748. And what computes for one token is far less than either: 6 of 384 experts,
-# and for most prompt tokens only the encoder half.
+# 48 of their 768 million rows. Together 748. And what computes for one token is far less than
+# either: 6 of 384 experts, and for most prompt tokens only the encoder half.
 
 # %%
 from dsv41 import ledger
 
 expert = 3 * 5120 * 2304  # gate, up and down
-tables = sum(config.engram_num_embeddings) * 256  # rows of both tables
+rows = sum(config.engram_num_embeddings)  # of both tables
+tables = rows * config.engram_head_dim
+looked_up = 2 * (config.engram_max_ngram_size - 1) * config.engram_n_heads
 sizes = ledger.parameters(config)
 print(f"experts    40 x 384 x {expert:,} = {40 * 384 * expert / 1e9:6.1f} billion")
 print(f"backbone   {sizes.backbone / 1e9:6.1f}   + Engram's tables {tables / 1e9:.1f}", end="")
 print(f" = {(sizes.backbone + tables) / 1e9:.1f}")
+print(f"looked up  {looked_up} of {rows:,} rows")
 beside = [sizes.parts[part][0] / 1e9 for part in ("DSpark drafter", "vision tower")]
 print(f"in neither: drafter {beside[0]:.1f}, vision tower {beside[1]:.1f}")
 print(f"all files  {sum(ledger.stored_bytes(config).values()) / 1e9:6.1f} GB, experts in 4 bits")
 print(f"computing: {sizes.decode / 1e9:.1f} for a generated token, {sizes.prefill / 1e9:.1f} "
       "for a prompt token")  # fmt: skip
-assert tables == sizes.engram, "the tables, row by row"
+assert (looked_up, tables) == (48, sizes.engram), "the tables, row by row"
 assert sizes.parts["routed experts"][0] == 40 * 384 * expert, "the experts, matrix by matrix"
 assert round(sizes.backbone / 1e9) == 552, "552 without the tables"
 assert round((sizes.backbone + sizes.engram) / 1e9) == 748, "748 with them"
@@ -328,19 +331,20 @@ def chosen(layer, t):
     return entries[entries >= 0]
 
 
-def attention(x, p, layer, t, show=False):
+def attention(x, p, layer, t, show=False, without=""):
     """x (64,) -> y (64,)"""
     W = {name: dense(leaf["weight"]) for name, leaf in p.items() if "weight" in leaf}
     q = (W["wq_b"] @ rms(W["wq_a"] @ x, W["q_norm"])).reshape(4, 64)
     own = turn(rms(W["wkv"] @ x, W["kv_norm"]), t, layer)  # the record this token leaves
     window = notes[f"L{layer.index:02d}.attn.swa_kv"][max(0, t - 7) : t]
-    records = [*window, own]
+    records = [*window, own] if without != "window" else [own]
     entries = chosen(layer, t)
-    if len(entries):
+    if len(entries) and without != "entries":
         records += [*notes[f"L{layer.kv_source:02d}.cmp.main_kv"][entries]]
     K = np.stack(records)  # (up to 8 + 6, 64)
     s, sink = turn(q, t, layer) @ K.T / 8, p["attn_sink"][:, None]
-    weight = np.exp(s) / (np.exp(s).sum(axis=1, keepdims=True) + np.exp(sink))
+    nothing = np.exp(sink) if without != "sinks" else 0
+    weight = np.exp(s) / (np.exp(s).sum(axis=1, keepdims=True) + nothing)
     if show:
         for name, part in (("window", weight[:, :8]), ("entries", weight[:, 8:])):
             print(f"{name:8}", *(f"{w:.2f}" for w in part.mean(axis=0)))
@@ -399,7 +403,7 @@ def network(x, p, weight=1):
     return dense(p["w2"]["weight"]) @ (gate * sigmoid(gate) * up * weight)
 
 
-def experts(x, p, show=False):
+def experts(x, p, show=False, without=""):
     score = np.sqrt(np.log1p(np.exp(dense(p["gate"]["weight"]) @ x)))
     best = np.argsort(-(score + p["gate"]["bias"]))[:2]
     share = score[best] / score[best].sum() * tiny.routed_scaling_factor
@@ -407,7 +411,8 @@ def experts(x, p, show=False):
         print("scores ", *(f"{v:.2f}" for v in score))
         print("chosen ", *best, "  with weights", *(f"{v:.2f}" for v in share))
     y = sum(network(x, p["experts"][e], w) for e, w in zip(best, share, strict=True))
-    return y + network(x, p["shared_experts"])
+    shared = network(x, p["shared_experts"])
+    return {"chosen experts": shared, "shared expert": y}.get(without, y + shared)
 
 
 X = np.outer(C, y) + B.T @ before  # attention's output goes into the streams
@@ -453,20 +458,24 @@ close("Engram in front of layer 1", X, released["L01.engram.x"][t], within=5e-5)
 
 
 # %%
-def one_token(t, with_engram=True):
+def one_token(t, without=""):
     """-> logits (288,) behind position t, and the streams behind every layer."""
     X = np.stack([dense(params["embed"]["weight"])[ids[t]]] * 4)
     A, streams = np.float32([1, 0, 0, 0]), []
     for layer in tiny.plan:
         p = params["layers"][layer.index]
-        if layer.engram is not None and with_engram:
+        if layer.engram is not None and without != "Engram":
             X = engram(X, p["engram"], layer, t)
         for name in ("attn", "ffn"):
             parts = (p[f"hc_{name}_{part}"] for part in ("fn", "base", "scale"))
             next_A, C, B = coefficients(X, *parts)
             x = rms(A @ X, p[f"{name}_norm"]["weight"])
-            y = attention(x, p["attn"], layer, t) if name == "attn" else experts(x, p["ffn"])
-            X, A = np.outer(C, y) + B.T @ X, next_A
+            if name == "attn":
+                y = attention(x, p["attn"], layer, t, without=without)
+            else:
+                y = experts(x, p["ffn"], without=without)
+            mixed = B.T @ X if without != "mixing" else X
+            X, A = np.outer(C, y) + mixed, next_A
         streams.append(X)
     return dense(params["head"]["weight"]) @ rms(A @ X, params["norm"]["weight"]), streams
 
@@ -480,17 +489,31 @@ for v in np.argsort(-ours)[:3]:
     print(f"next token {texts[v]!r:10} with probability {chance[v]:.2f}")
 
 # %% [markdown]
-# **Break it.** Leave out Engram. The rest is complete: the shapes fit, nothing raises, the logits
-# look as before. A model without its tables *runs*. It is another model.
+# **Break it, seven times.** Leave out one part after the other. The shapes fit, nothing raises, the
+# logits keep about their size. A model with a part missing *runs*, and only a comparison of numbers
+# tells that it is another one. (How far a part moves the numbers here says nothing of its worth:
+# these weights are random.)
 
 # %% tags=["break"]
-without, _ = one_token(t, with_engram=False)
-for name, found in (("with", ours), ("without", without)):
-    best = " ".join(repr(texts[v]) for v in np.argsort(-found)[:5])
-    print(f"{name:8} std {found.std():.2f}, the best five: {best}")
-print(f"largest difference of a logit {np.abs(without - ours).max():.1f}")
-assert abs(without.std() / ours.std() - 1) < 0.1, "the size looks right"
-assert np.abs(without - ours).max() > 1, "the numbers are others"
+parts = ("sinks", "Engram", "entries", "window", "mixing", "shared expert", "chosen experts")
+moved = {}
+print("without          std   the best three                the largest change of a logit")
+for part in ("", *parts):
+    found, _ = one_token(t, without=part)
+    moved[part] = np.abs(found - ours).max()
+    best = " ".join(repr(texts[v]) for v in np.argsort(-found)[:3])
+    print(f"{part or 'nothing':15} {found.std():.2f}   {best:30} {moved[part]:.2f}")
+    assert 0.7 < found.std() / ours.std() < 1.4, "the size looks right"
+assert moved.pop("") == 0 and min(moved.values()) > 0.1, "each part moves the numbers"
+
+with figure("Without one part the model runs, and says something else") as ax:
+    for y, part in enumerate(parts):
+        ax.plot(moved[part], y, "o", color=BLUE, markersize=8)
+    ax.set_yticks(range(len(parts)), parts)
+    ax.axvline(5e-5, color=ORANGE)
+    ax.text(6e-5, 6.9, "limit of the comparison above", color=ORANGE, va="center")
+    ax.set(xscale="log", xlim=(1e-5, 10), ylim=(-0.5, 7.3), xlabel="largest change of a logit")
+    ax.grid(axis="y")
 
 # %% [markdown]
 # ## Does anybody look ahead?
@@ -615,7 +638,7 @@ check("00.next_token", next_token)
 # ## What we learned
 #
 # - Embed, forty layers of attention and experts on four streams, head. Two tables on the way.
-# - Attention reads a window and a few chosen entries. Four layers write entries for all forty.
+# - Attention reads a window and a few chosen entries. Four layers write them, 38 read them.
 # - 552 billion without Engram's tables, 748 with them, 16 for a generated token.
 # - Both halves look back only. What a token leaves behind is 890 bytes.
 # - Thinking is a token, effort is a line of text.
