@@ -489,10 +489,10 @@ for v in np.argsort(-ours)[:3]:
     print(f"next token {texts[v]!r:10} with probability {chance[v]:.2f}")
 
 # %% [markdown]
-# **Break it, seven times.** Leave out one part after the other. The shapes fit, nothing raises, the
-# logits keep about their size. A model with a part missing *runs*, and only a comparison of numbers
-# tells that it is another one. (How far a part moves the numbers here says nothing of its worth:
-# these weights are random.)
+# **Break it, seven times.** For this token, leave out one part after the other. The shapes fit,
+# nothing raises, the logits keep about their size. A model with a part missing *runs*, and only a
+# comparison of numbers tells that it is another one. (How far a part moves the numbers here says
+# nothing of its worth: these weights are random.)
 
 # %% tags=["break"]
 parts = ("sinks", "Engram", "entries", "window", "mixing", "shared expert", "chosen experts")
@@ -519,9 +519,10 @@ with figure("Without one part the model runs, and says something else") as ax:
 # ## Does anybody look ahead?
 #
 # "Encoder" and "decoder" sound like a model whose first half reads the whole text in both
-# directions. Not here. Both halves look back only. The names say where global entries are made: in
-# the decoder half all of them come from what the encoder half has left, by layer 20 (5 in the small
-# model). So a prompt can be read by the first half alone, up to its last window (chapter 09).
+# directions. Not here. Both halves look back only. The names say where global entries are made: all
+# entries of the decoder half are made in its first layer, 20 (5 in the small model), from what the
+# encoder half has left. So a prompt can be read by the first half alone, up to its last window
+# (chapter 09).
 #
 # Exchange one token, and see which logits move.
 
