@@ -26,6 +26,7 @@ BACKENDS = ("numpy", "cupy", "numba")
 OPS = {}  # name -> definition, every @op of the package
 
 _forced = ContextVar("dsv41_backend", default=None)
+_replaced = ContextVar("dsv41_replaced", default={})  # noqa: B039, never written to
 
 
 def op(definition):
@@ -35,6 +36,8 @@ def op(definition):
 
     @functools.wraps(definition)
     def call(*args, **kwargs):
+        if name in _replaced.get():
+            return _replaced.get()[name](*args, **kwargs)
         kernel = find_kernel(name, choose_backend((*args, *kwargs.values())))
         return (kernel or definition)(*args, **kwargs)
 
@@ -87,6 +90,20 @@ def use(backend):
         yield
     finally:
         _forced.reset(token)
+
+
+@contextmanager
+def replaced(**functions):
+    """Inside a with block, ops of these names are these functions: an experiment, for whoever wants
+    to see what the model is without one of its parts. `op.definition` is still the definition.
+    """
+    if unknown := set(functions) - set(OPS):
+        raise ValueError(f"{min(unknown)}: no such op; there are {', '.join(sorted(OPS))}")
+    token = _replaced.set({**_replaced.get(), **functions})
+    try:
+        yield
+    finally:
+        _replaced.reset(token)
 
 
 @functools.cache
