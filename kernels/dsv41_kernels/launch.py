@@ -33,7 +33,7 @@ def source(op):
     folder, first = (HERE, op) if op.endswith(".cu") else (HERE / op, "kernel.cu")
 
     def splice(folder, name):
-        path = next((p for p in (folder / name, HERE / name) if p.exists()), None)
+        path = next((p.resolve() for p in (folder / name, HERE / name) if p.exists()), None)
         if path is None:
             raise FileNotFoundError(f'{op}: no file for #include "{name}"')
         if path in seen:
@@ -90,6 +90,13 @@ def launch(kernel, blocks, threads, arguments, shared=0):
     blocks, threads = _dimension(blocks), _dimension(threads)
     if min(blocks) > 0:
         kernel(blocks, threads, arguments, shared_mem=shared)
+
+
+def processors():
+    """SMs of the current GPU."""
+    import cupy
+
+    return cupy.cuda.Device().attributes["MultiProcessorCount"]
 
 
 def numba_stream(like):
