@@ -6,7 +6,6 @@ of 16 with an E4M3 scale, groups of 32 with E8M0) from f32 or bf16 and back. For
 the definition's text runs. `version` picks a rung of the ladder, by default the fastest.
 """
 
-import cupy
 import ml_dtypes
 import numpy as np
 
@@ -35,6 +34,8 @@ def supported(op, fmt):
 
 def pack(op, x, fmt, version=None):
     """x (..., C) f32 or bf16 on the GPU -> records (..., fmt.record_bytes(C)) uint8."""
+    import cupy
+
     x = cuda_array("x", x, np.float32, BF16)
     fmt.require_groups(x.shape)
     records = cupy.empty((*x.shape[:-1], fmt.record_bytes(x.shape[-1])), np.uint8)
@@ -62,18 +63,25 @@ def launch_pack(op, x, records, word, fmt, version=None):
 
 def unpack(op, records, channels, fmt, dtype=np.float32, version=None):
     """records (..., fmt.record_bytes(channels)) uint8 on the GPU -> (..., channels) f32 or bf16."""
+    import cupy
+
     records, dtype = cuda_array("records", records, np.uint8), np.dtype(dtype)
-    require(dtype in (np.float32, BF16), f"dtype: expected float32 or bfloat16, got {dtype}")
-    fmt.require_groups((channels,))
-    width = fmt.record_bytes(channels)
-    require(
-        records.ndim and records.shape[-1] == width,
-        f"records: {channels} channels in {fmt.name} take {width} bytes, got shape {records.shape}",
-    )
+    check_records(records.shape, channels, fmt, dtype)
     out = cupy.empty((*records.shape[:-1], channels), dtype)
     if out.size:
         launch_unpack(op, records, out, fmt, version)
     return out
+
+
+def check_records(shape, channels, fmt, dtype):
+    """ValueError unless records of this shape hold `channels` that can be read as `dtype`."""
+    require(dtype in (np.float32, BF16), f"dtype: expected float32 or bfloat16, got {dtype}")
+    fmt.require_groups((channels,))
+    width = fmt.record_bytes(channels)
+    require(
+        bool(shape) and shape[-1] == width,
+        f"records: {channels} channels in {fmt.name} take {width} bytes, got shape {shape}",
+    )
 
 
 def launch_unpack(op, records, out, fmt, version=None):
