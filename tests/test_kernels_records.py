@@ -372,6 +372,7 @@ def simulator():
         pytest.skip("a CUDA driver is here: the kernels themselves run under `make test-gpu`")
 
 
+@pytest.mark.filterwarnings("ignore::RuntimeWarning")  # the simulator goes on with bad values
 @pytest.mark.parametrize(("fmt", "channels"), FORMATS, ids=lambda p: getattr(p, "name", p))
 @pytest.mark.parametrize("value", [np.nan, np.inf, -np.inf])
 def test_numba_reports_the_first_bad_element(simulator, fmt, channels, value):

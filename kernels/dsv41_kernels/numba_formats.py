@@ -1,10 +1,10 @@
-"""Rounding to small floats in Numba CUDA: what formats.py does to arrays, for one number in a thread.
+"""Rounding to small floats in Numba CUDA: what formats.py does to arrays, for one number.
 
-Numba has no tensor of instructions for FP8 or FP4, but integers and float32 suffice: adding c and
-taking it away rounds to a multiple of c's last bit, ties to even (as Minifloat.round explains), and
-here the last bits of the sum, read as an integer, are the code. Everything is uint32 and float32 by
-name: Numba would widen uint32 to 64 bits and Python's own numbers to float64. The functions also
-run in Numba's simulator (NUMBA_ENABLE_CUDASIM=1), where a thread is plain Python.
+Numba knows no FP4 and converts to FP8 only through a module that its simulator lacks, but integers
+and float32 suffice: adding c and taking it away rounds to a multiple of c's last bit, ties to even
+(Minifloat.round explains it), and here the last bits of the sum are the code itself. Everything is
+uint32 and float32 by name: Numba would widen uint32 to 64 bits and Python's own numbers to float64.
+They also run in Numba's simulator (NUMBA_ENABLE_CUDASIM=1), where a thread is plain Python.
 """
 
 import numpy as np

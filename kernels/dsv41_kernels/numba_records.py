@@ -1,8 +1,8 @@
 """FP4 and FP8 records in Numba CUDA: one kernel packs every format, one unpacks it.
 
-A thread packs one group: it reads its 16 or 32 numbers 8 bytes at a time, finds the largest, derives
-the scale and stores the codes in words as wide as the record's alignment allows. Sizes and formats
-are constants of the closure, so Numba's compiler unrolls the loops and keeps the group in
+A thread packs one group: it reads its 16 or 32 numbers 8 bytes at a time, finds the largest,
+derives the scale and stores the codes in words as wide as the record's alignment allows. Sizes and
+formats are constants of the closures, so that the compiler unrolls the loops and keeps the group in
 registers. A thread unpacks what fills one 8-byte store. Same bits as dsv41/quant.py.
 """
 
