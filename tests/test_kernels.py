@@ -16,7 +16,7 @@ from dsv41_kernels import bench, errors, launch, nvrtc, overview, readme, timing
 from dsv41_kernels.arguments import cuda_array
 from fake_cuda import on_device
 
-from dsv41.dispatch import OPS, find_kernel
+from dsv41.dispatch import OPS, errors_at_end, find_kernel
 from dsv41.mhc import sinkhorn
 from dsv41.train.mhc import sinkhorn_backward
 from dsv41.train.ops import segment_sums
@@ -124,6 +124,16 @@ def test_deferred_errors_are_raised_once_at_the_end(fake_cuda):
                 reached.append(name)
     assert reached == ["first", "second", "third"]
     with errors.deferred_errors(), errors.bad_values(lambda p, k: "stale", x):
+        pass
+
+
+def test_an_error_inside_a_step_clears_what_kernels_reported(fake_cuda):
+    x = on_device(np.zeros(1))
+    with pytest.raises(KeyError):
+        with errors_at_end(), errors.bad_values(lambda p, k: "hidden", x) as word:
+            word[0] = 1
+            raise KeyError
+    with errors_at_end(), errors.bad_values(lambda p, k: "stale", x):
         pass
 
 
