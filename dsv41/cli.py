@@ -119,6 +119,8 @@ def _parser():
     bench = add("bench", _bench, "tokens per second and peak memory of two random models")
     bench.add_argument("--prompt", type=int, default=1024, help="prompt tokens (default 1024)")
     bench.add_argument("--steps", type=int, default=32, help="decode steps (default 32)")
+    bench.add_argument("--train", action="store_true", help="training steps of the miniature")
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --train")
 
     worth = add("worth", _worth, "what each part of a trained model is worth on held-out text")
     worth.add_argument("dir", nargs="?", type=Path, default=MINI, help="default: data/mini")
@@ -289,6 +291,12 @@ def _ledger(arguments):
 
 
 def _bench(arguments):
+    if arguments.train:
+        from .train.bench import report as training
+
+        for line in training(arguments.device):
+            print(line, flush=True)
+        return
     from .bench import context_report, report
 
     for line in report(arguments.prompt, arguments.steps):

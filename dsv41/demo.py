@@ -33,6 +33,9 @@ def demo(directory, say=print):
     holds = [agrees(model, *pair, say) for pair in paths if pair[0].exists()]
     if (directory / "tokenizer.json").exists() and not holds:
         holds = [show_text(model, say), show_recall(model, say), show_replay(model, say)]
+    if not holds:
+        finite = np.isfinite(model.logits(range(min(8, model.config.vocab_size)))).all()
+        say(f"no tokenizer and no reference arrays here; logits of 8 tokens are finite: {finite}")
     return all(holds)
 
 
