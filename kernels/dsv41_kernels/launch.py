@@ -15,15 +15,17 @@ STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel gets without a
 
 
 @functools.cache
-def kernel(op, name, shared=0, **macros):
+def kernel(op, name, shared=0, arch=None, **macros):
     """The compiled kernel `name` of <op>/kernel.cu, with -D macros.
 
-    `shared` is the most dynamic shared memory that a launch will ask for, in bytes.
+    `shared` is the most dynamic shared memory that a launch will ask for, in bytes; `arch` names a
+    target that CuPy does not choose by itself, "sm_90a" for instance.
     """
     import cupy
 
     code = source(Path(__file__).parent / op / "kernel.cu")
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in macros.items()))
+    target = (f"-arch={arch}",) if arch else ()
+    options = ("--std=c++17", *target, *(f"-D{key}={value}" for key, value in macros.items()))
     found = cupy.RawModule(code=code, options=options).get_function(name)
     if shared > STATIC_SHARED:
         found.max_dynamic_shared_size_bytes = shared
