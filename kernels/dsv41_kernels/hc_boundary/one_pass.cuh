@@ -24,6 +24,7 @@ constexpr int SLICES = HALVES / 2;
 constexpr int PARTS = 3;   // bf16 summands of a number of fn
 constexpr int TILES = 3;   // MIX = 24 outputs in tiles of 8
 constexpr int GROUP = 64;  // tokens of a wide block's round
+constexpr bool AHEAD = BF16_STORED;  // a warp loads the next unit before it works on this one
 constexpr int RING = 5;    // rounds whose sums may be in use at once
 constexpr int WARPS = 8;   // of a wide block that take units: 4 token tiles x 2 halves
 constexpr int WIDE_WARPS = 12;  // and a group of 4, of which one finishes tokens; registers move in groups
@@ -88,25 +89,15 @@ __device__ __forceinline__ void put_eight(Stored* at, const unsigned (&w)[4]) {
 #endif
 }
 
-// The lane's place in a tile of 16 tokens: rows g and g + 8, channels 8 q .. 8 q + 7 of a unit.
+// The lane's place in a tile of 16 tokens: rows g and g + 8, channels 8 q .. 8 q + 7 of a unit. A
+// row behind the last token is read as the last one, and not written.
 struct Place {
-  long long row[2];  // clamped to the last token, so that loads need no test
-  bool valid[2];
-  int q;
+  long long first, last;
+  __device__ __forceinline__ Place(long long tile, long long tokens)
+      : first(tile + threadIdx.x % 32 / 4), last(tokens - 1) {}
+  __device__ __forceinline__ long long row(int r) const { return min(first + 8 * r, last); }
+  __device__ __forceinline__ bool valid(int r) const { return first + 8 * r <= last; }
 };
-
-__device__ __forceinline__ Place place_of(long long first, long long tokens) {
-  Place p;
-  int lane = threadIdx.x % 32;
-  p.q = lane % 4;
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    long long t = first + lane / 4 + 8 * r;
-    p.valid[r] = t < tokens;
-    p.row[r] = min(t, tokens - 1);
-  }
-  return p;
-}
 
 // What a unit reads: the streams and y at channel c (already the lane's own).
 struct Inputs {
@@ -114,25 +105,67 @@ struct Inputs {
   __device__ __forceinline__ void get(const Stored* streams, const Stored* out, const Place& p, int c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      y[r].get(out + p.row[r] * WIDTH + c);
+      y[r].get(out + p.row(r) * WIDTH + c);
 #pragma unroll
-      for (int j = 0; j < S; ++j) x[r][j].get(streams + (p.row[r] * S + j) * WIDTH + c);
+      for (int j = 0; j < S; ++j) x[r][j].get(streams + (p.row(r) * S + j) * WIDTH + c);
     }
   }
 };
 
-struct Coefficients {
-  float pre[2][S], post[2][S], comb[2][S][S];
-  __device__ __forceinline__ void get(const float* a, const float* c, const float* b, const Place& p) {
+// What one row needs for stream k: column k of comb, post[k] and pre[k].
+struct Column {
+  float comb[S], post, pre;
+};
+
+// Coefficients of a tile, from memory when they are wanted: for a warp that takes one unit.
+struct FromMemory {
+  Mixing<const float> from;
+  Place p;
+  __device__ __forceinline__ Column column(int r, int k) const {
+    Column out;
 #pragma unroll
-    for (int r = 0; r < 2; ++r)
+    for (int j = 0; j < S; ++j) out.comb[j] = *from.at(p.row(r), 2 * S + j * S + k);
+    out.post = *from.at(p.row(r), S + k), out.pre = *from.at(p.row(r), k);
+    return out;
+  }
+};
+
+// The same from a warp's own shared memory, (S, 16, 8), for one that takes many units: held in
+// registers they would be 48. `fetch` and `keep` are the two ends of a copy that takes its time.
+struct FromShared {
+  float* table;
+  __device__ __forceinline__ Column column(int r, int k) const {
+    const float4* at =
+        reinterpret_cast<const float4*>(table + (k * 16 + threadIdx.x % 32 / 4 + 8 * r) * 8);
+    float4 comb = at[0], rest = at[1];
+    return {{comb.x, comb.y, comb.z, comb.w}, rest.x, rest.y};
+  }
+  // Two lanes a token: streams 2 h and 2 h + 1 of pre and post, those rows of comb.
+  struct Copy {
+    float2 pre, post;
+    float4 comb[2];
+  };
+  __device__ __forceinline__ void fetch(Copy& v, Mixing<const float> from, const Place& p) const {
+    int lane = threadIdx.x % 32, h = lane % 2;
+    long long t = min(p.first - lane / 4 + lane / 2, p.last);
+    v.pre = __ldg(reinterpret_cast<const float2*>(from.pre + t * S) + h);
+    v.post = __ldg(reinterpret_cast<const float2*>(from.post + t * S) + h);
 #pragma unroll
-      for (int k = 0; k < S; ++k) {
-        pre[r][k] = a[p.row[r] * S + k];
-        post[r][k] = c[p.row[r] * S + k];
+    for (int i = 0; i < 2; ++i)
+      v.comb[i] = __ldg(reinterpret_cast<const float4*>(from.comb + t * S * S) + 2 * h + i);
+  }
+  __device__ __forceinline__ void keep(const Copy& v) const {
+    float* to = table + threadIdx.x % 32 / 2 * 8;
+    int h = 2 * (threadIdx.x % 2);
+    __syncwarp();
+    to[h * 128 + S] = v.post.x, to[(h + 1) * 128 + S] = v.post.y;
+    to[h * 128 + S + 1] = v.pre.x, to[(h + 1) * 128 + S + 1] = v.pre.y;
 #pragma unroll
-        for (int j = 0; j < S; ++j) comb[r][j][k] = b[(p.row[r] * S + j) * S + k];
-      }
+    for (int i = 0; i < 2; ++i) {
+      to[h + i] = v.comb[i].x, to[128 + h + i] = v.comb[i].y;
+      to[256 + h + i] = v.comb[i].z, to[384 + h + i] = v.comb[i].w;
+    }
+    __syncwarp();
   }
 };
 
@@ -162,8 +195,8 @@ __device__ __forceinline__ void split(const float* at, uint4 (&parts)[PARTS]) {
 
 // One unit: new streams, collapsed row (two words a row and pair of channels, in `raw`), sums.
 // weights(k, j, parts) gives the lane's share of stream k and tile j.
-template <class Weights>
-__device__ __forceinline__ void unit(const Inputs& in, const Coefficients& a, const Place& p, int c,
+template <class Rows, class Weights>
+__device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Place& p, int c,
                                      Stored* out, unsigned (&raw)[2][4], Sums& sums,
                                      const Weights& weights) {
   float x[2][8] = {}, square[2] = {}, dot[TILES][4] = {};
@@ -172,24 +205,25 @@ __device__ __forceinline__ void unit(const Inputs& in, const Coefficients& a, co
     unsigned now[2][4];
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
+      Column a = rows.column(r, k);
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float low = 0.f, high = 0.f;
 #pragma unroll
         for (int j = 0; j < S; ++j) {
-          low = __fmaf_rn(a.comb[r][j][k], in.x[r][j].low(i), low);
-          high = __fmaf_rn(a.comb[r][j][k], in.x[r][j].high(i), high);
+          low = __fmaf_rn(a.comb[j], in.x[r][j].low(i), low);
+          high = __fmaf_rn(a.comb[j], in.x[r][j].high(i), high);
         }
-        low = __fadd_rn(__fmul_rn(a.post[r][k], in.y[r].low(i)), low);
-        high = __fadd_rn(__fmul_rn(a.post[r][k], in.y[r].high(i)), high);
+        low = __fadd_rn(__fmul_rn(a.post, in.y[r].low(i)), low);
+        high = __fadd_rn(__fmul_rn(a.post, in.y[r].high(i)), high);
         now[r][i] = bf16_pair(low, high);
         low = low_bf16(now[r][i]), high = high_bf16(now[r][i]);
-        x[r][2 * i] = __fmaf_rn(a.pre[r][k], low, x[r][2 * i]);
-        x[r][2 * i + 1] = __fmaf_rn(a.pre[r][k], high, x[r][2 * i + 1]);
+        x[r][2 * i] = __fmaf_rn(a.pre, low, x[r][2 * i]);
+        x[r][2 * i + 1] = __fmaf_rn(a.pre, high, x[r][2 * i + 1]);
         square[r] = __fmaf_rn(low, low, square[r]);
         square[r] = __fmaf_rn(high, high, square[r]);
       }
-      if (p.valid[r]) put_eight(out + (p.row[r] * S + k) * WIDTH + c, now[r]);
+      if (p.valid(r)) put_eight(out + (p.row(r) * S + k) * WIDTH + c, now[r]);
     }
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
@@ -260,30 +294,36 @@ __device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const floa
 #if FP8
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
     amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
-    if (!p.valid[r]) continue;
+    if (!p.valid(r)) continue;
     unsigned scale = fp8_scale(amax);
     float inverse = fp8_inverse(scale);
-    unsigned char* record = static_cast<unsigned char*>(x) + p.row[r] * (WIDTH + WIDTH / 32);
+    unsigned char* record = static_cast<unsigned char*>(x) + p.row(r) * (WIDTH + WIDTH / 32);
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // records are even, not always a multiple of 8
       reinterpret_cast<unsigned short*>(record + c)[i] =
           fp8_pair(low_bf16(w[i]) * inverse, high_bf16(w[i]) * inverse);
-    if (p.q == 0) record[WIDTH + c / 32] = scale;
+    if (threadIdx.x % 4 == 0) record[WIDTH + c / 32] = scale;
 #else
-    if (p.valid[r]) put_eight(static_cast<Stored*>(x) + p.row[r] * WIDTH + c, w);
+    if (p.valid(r)) put_eight(static_cast<Stored*>(x) + p.row(r) * WIDTH + c, w);
 #endif
   }
 }
 
 // ---- coefficients of finished tokens ----------------------------------------------------------
 
-// Lane l: the sum of number l of a token, halves in order. `stride` floats from half to half.
+// The sum of one number over the halves, in order; `stride` floats from half to half, `batch` loads
+// in flight.
+template <int batch>
 __device__ __forceinline__ float ordered_sum(const float* at, int stride) {
-  float part[HALVES], total = 0.f;
+  float total = 0.f;
+#pragma unroll 1
+  for (int h = 0; h < HALVES; h += batch) {
+    float part[batch];
 #pragma unroll
-  for (int h = 0; h < HALVES; ++h) part[h] = __ldcg(at + h * stride);
+    for (int i = 0; i < batch; ++i) part[i] = h + i < HALVES ? __ldcg(at + (h + i) * stride) : 0.f;
 #pragma unroll
-  for (int h = 0; h < HALVES; ++h) total += part[h];
+    for (int i = 0; i < batch; ++i) total += part[i];
+  }
   return total;
 }
 
@@ -319,18 +359,21 @@ __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, i
 
 // ---- arrival of blocks ------------------------------------------------------------------------
 
-// The calling warp's writes are visible before it counts.
+// Counts the calling warp, whose writes are visible to whoever sees the count.
 __device__ __forceinline__ void arrive(unsigned* count) {
-  __threadfence();
   __syncwarp();
-  if (threadIdx.x % 32 == 0) atomicAdd(count, 1u);
+  if (threadIdx.x % 32 == 0) {
+    __threadfence();
+    atomicAdd(count, 1u);
+  }
 }
 
 __device__ __forceinline__ void await(unsigned* count, unsigned all) {
-  if (threadIdx.x % 32 == 0)
+  if (threadIdx.x % 32 == 0) {
     while (*reinterpret_cast<volatile unsigned*>(count) < all) __nanosleep(20);
+    __threadfence();
+  }
   __syncwarp();
-  __threadfence();
 }
 
 // The last block that has waited puts both counters back to zero, for the next launch.
@@ -344,29 +387,28 @@ __device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned 
 
 // A block takes one half of 16 tokens, a warp one unit; one more warp makes the coefficients.
 // sums (tiles, HALVES, 16, SUMS), squares (tiles, HALVES, 16); counters (2, tiles) are zero.
-extern "C" __global__ void __launch_bounds__(32 * (UNITS + 1))
+extern "C" __global__ void __launch_bounds__(32 * (UNITS + 1), 1)
 thin(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
      const float* comb_in, const float* fn, const float* base, const float* scale, const float* norm,
      Stored* out, void* x, float* pre, float* post, float* comb, float* sums, float* squares,
      unsigned* counters, long long tokens, int iterations, float norm_eps, float eps) {
-  extern __shared__ float shared[];
-  float(*tables)[16][SUMS] = reinterpret_cast<float(*)[16][SUMS]>(shared);  // [unit]
+  extern __shared__ uint4 memory[];
+  float(*tables)[16][SUMS] = reinterpret_cast<float(*)[16][SUMS]>(memory);  // [unit]
   float(*collapsed)[16] = reinterpret_cast<float(*)[16]>(tables + UNITS);
   float* roots = &collapsed[UNITS][0];
   float* matrix = roots + 16;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int half = blockIdx.x % HALVES, tile = blockIdx.x / HALVES, tiles = gridDim.x / HALVES;
   long long first = tile * 16ll;
-  Place p = place_of(first, tokens);
-  int c = (half * UNITS + warp) * 32 + 8 * p.q;
+  Place p(first, tokens);
+  int c = (half * UNITS + warp) * 32 + lane % 4 * 8;
   unsigned raw[2][4];
   if (warp < UNITS) {
     Inputs in;
-    Coefficients a;
     in.get(streams, y, p, c);
-    a.get(pre_in, post_in, comb_in, p);
+    FromMemory rows = {{pre_in, post_in, comb_in}, p};
     Sums own = {};
-    unit(in, a, p, c, out, raw, own, [&](int k, int j, uint4(&parts)[PARTS]) {
+    unit(in, rows, p, c, out, raw, own, [&](int k, int j, uint4(&parts)[PARTS]) {
       split(fn + ((8ll * j + lane / 4) * S + k) * WIDTH + c, parts);
     });
     put_sums(own, &tables[warp][0][0], collapsed[warp]);
@@ -388,7 +430,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   await(counters + tile, HALVES * (UNITS + 1));
   if (warp == UNITS) {
     for (int t = half; t < 16 && first + t < tokens; t += HALVES) {
-      float total = ordered_sum(slot + t * SUMS + lane, 16 * SUMS);
+      float total = ordered_sum<32>(slot + t * SUMS + lane, 16 * SUMS);
       mix_token(total, first + t, base, scale, pre, post, matrix, norm_eps, eps);
       __syncwarp();
       if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
@@ -398,7 +440,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     float root[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      root[r] = reciprocal_root(ordered_sum(slot_squares + lane / 4 + 8 * r, 16), norm_eps);
+      root[r] = reciprocal_root(ordered_sum<32>(slot_squares + lane / 4 + 8 * r, 16), norm_eps);
     put_unit(raw, root, p, c, norm, x);
   }
   leave(counters + tile, counters + tiles + tile, HALVES * (UNITS + 1));
@@ -444,11 +486,12 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
      Stored* out, void* x, float* pre, float* post, float* comb, float* sums, float* squares,
      uint4* collapsed, unsigned* counters, long long tokens, int iterations, float norm_eps,
      float eps) {
-  extern __shared__ float shared[];
-  uint4* fragments = reinterpret_cast<uint4*>(shared);
+  extern __shared__ uint4 memory[];
+  uint4* fragments = memory;
   float(*roots)[GROUP] = reinterpret_cast<float(*)[GROUP]>(fragments + FRAGMENTS);  // [round % 2]
   float* matrices = &roots[2][0];  // 4 of S * S
-  volatile int* ready = reinterpret_cast<volatile int*>(matrices + 4 * S * S);
+  float* tables = matrices + 4 * S * S;  // [WARPS] of S * 16 * 8
+  volatile int* ready = reinterpret_cast<volatile int*>(tables + WARPS * S * 16 * 8);
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int slice = blockIdx.x % SLICES, team = blockIdx.x / SLICES, teams = gridDim.x / SLICES;
   int groups = (int)((tokens + GROUP - 1) / GROUP), rounds = (groups - team + teams - 1) / teams;
@@ -463,10 +506,10 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       int group = team + round * teams;
       long long first = group * (long long)GROUP, slot = (team * RING + round % RING) * (long long)HALVES;
       await(counters + group, SLICES * WARPS);
-#pragma unroll
+#pragma unroll 1
       for (int t = lane; t < GROUP; t += 32)
         roots[round % 2][t] =
-            reciprocal_root(ordered_sum(squares + slot * GROUP + t, GROUP), norm_eps);
+            reciprocal_root(ordered_sum<8>(squares + slot * GROUP + t, GROUP), norm_eps);
       __threadfence_block();
       __syncwarp();
       if (lane == 0) *ready = round + 1;
@@ -475,7 +518,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
         int some = 0;
         for (; some < 4 && t + some * SLICES < GROUP && first + t + some * SLICES < tokens; ++some) {
           int at = t + some * SLICES;
-          float total = ordered_sum(from + at * SUMS + lane, GROUP * SUMS);
+          float total = ordered_sum<8>(from + at * SUMS + lane, GROUP * SUMS);
           mix_token(total, first + at, base, scale, pre, post, matrices + some * S * S, norm_eps, eps);
         }
         __syncwarp();
@@ -492,37 +535,43 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   take_registers<224>();
   int tile = warp % 4, part = warp / 4, c = (slice * 2 + part) * UNITS * 32 + lane % 4 * 8;
   const uint4* own = fragments + part * UNITS * S * TILES * PARTS * 32 + lane;
-  uint4* rows = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
+  uint4* left = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
   constexpr long long NEXT = WARPS * UNITS * 2 * 32;  // from round to round
-  Place p = place_of((long long)team * GROUP + tile * 16, tokens), before = p;
+  auto place = [&](int round) {
+    return Place((team + round * (long long)teams) * GROUP + tile * 16, tokens);
+  };
+  FromShared rows = {tables + warp * S * 16 * 8};
+  Mixing<const float> old = {pre_in, post_in, comb_in};
+  FromShared::Copy coming_rows;
   Inputs in;
-  Coefficients a;
-  in.get(streams, y, p, c);
-  a.get(pre_in, post_in, comb_in, p);
+  if (AHEAD) in.get(streams, y, place(0), c);
+  rows.fetch(coming_rows, old, place(0));
   for (int round = 0; round <= rounds; ++round) {
-    Place next = place_of(((long long)team + (round + 1ll) * teams) * GROUP + tile * 16, tokens);
     if (round < rounds) {
+      Place p = place(round);
+      rows.keep(coming_rows);
       Sums total = {};
 #pragma unroll 1
       for (int u = 0; u < UNITS; ++u) {
         Inputs coming;
-        if (u + 1 < UNITS) coming.get(streams, y, p, c + (u + 1) * 32);
-        else if (round + 1 < rounds) coming.get(streams, y, next, c);
+        if (!AHEAD) in.get(streams, y, p, c + u * 32);
+        else if (u + 1 < UNITS) coming.get(streams, y, p, c + (u + 1) * 32);
+        else if (round + 1 < rounds) coming.get(streams, y, place(round + 1), c);
         unsigned raw[2][4];
-        unit(in, a, p, c + u * 32, out, raw, total, [&](int k, int j, uint4(&parts)[PARTS]) {
+        unit(in, rows, p, c + u * 32, out, raw, total, [&](int k, int j, uint4(&parts)[PARTS]) {
 #pragma unroll
           for (int s = 0; s < PARTS; ++s) parts[s] = own[(((u * S + k) * TILES + j) * PARTS + s) * 32];
         });
 #pragma unroll
         for (int r = 0; r < 2; ++r)
-          rows[round % 2 * NEXT + (u * 2 + r) * 32] =
+          left[round % 2 * NEXT + (u * 2 + r) * 32] =
               make_uint4(raw[r][0], raw[r][1], raw[r][2], raw[r][3]);
-        in = coming;
+        if (AHEAD) in = coming;
       }
       long long slot = ((team * RING + round % RING) * (long long)HALVES + slice * 2 + part) * GROUP;
       put_sums(total, sums + (slot + tile * 16) * SUMS, squares + slot + tile * 16);
       arrive(counters + team + round * teams);
-      if (round + 1 < rounds) a.get(pre_in, post_in, comb_in, next);
+      if (round + 1 < rounds) rows.fetch(coming_rows, old, place(round + 1));
     }
     if (round > 0) {
       while (*ready < round) __nanosleep(20);
@@ -536,13 +585,11 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
         unsigned raw[2][4];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          uint4 four = rows[(round - 1) % 2 * NEXT + (u * 2 + r) * 32];
+          uint4 four = left[(round - 1) % 2 * NEXT + (u * 2 + r) * 32];
           raw[r][0] = four.x, raw[r][1] = four.y, raw[r][2] = four.z, raw[r][3] = four.w;
         }
-        put_unit(raw, root, before, c + u * 32, norm, x);
+        put_unit(raw, root, place(round - 1), c + u * 32, norm, x);
       }
     }
-    before = p;
-    p = next;
   }
 }
