@@ -35,6 +35,11 @@ def _module(launches):
     module.zeros = lambda shape, dtype=np.float32: on_fake_device(np.zeros(shape, dtype))
     module.empty_like = lambda x: on_fake_device(np.empty_like(x))
     module.ascontiguousarray = lambda x, dtype=None: on_fake_device(np.ascontiguousarray(x, dtype))
+    runtime = SimpleNamespace(getDeviceProperties=lambda device: {"multiProcessorCount": 132})
+    stream = SimpleNamespace(ptr=0)
+    module.cuda = SimpleNamespace(
+        runtime=runtime, Device=lambda: SimpleNamespace(id=0), get_current_stream=lambda: stream
+    )
     for name in ("float32", "int32", "int64", "uint8", "uint16", "uint32"):
         setattr(module, name, getattr(np, name))
     return module

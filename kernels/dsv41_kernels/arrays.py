@@ -1,7 +1,8 @@
 """What a kernel may be given: arrays on the GPU, of one type and shape, in C order.
 
 A kernel sees a pointer and no strides, so every wrapper passes its arguments through here: a wrong
-one is an error that names it, an array in another memory order is copied.
+one is an error that names it, an array in another memory order is copied, and so is one that does
+not begin at a multiple of 16 bytes, because kernels load 16 bytes at a time.
 """
 
 import cupy
@@ -15,7 +16,8 @@ def on_device(name, x, shape, dtype="float32"):
         raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")
     if tuple(x.shape) != tuple(shape):
         raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
-    return cupy.ascontiguousarray(x)
+    address = x.__cuda_array_interface__.get("data", (0,))[0]
+    return cupy.ascontiguousarray(x.copy() if address % 16 else x)
 
 
 def stream_sizes(streams, most=4):

@@ -35,14 +35,16 @@ def prepare(old, new, config, numerics, fp8=False, version=None):
     """-> the results' arrays, and the launches that fill them: (kernel, blocks, threads, arguments,
     bytes of shared memory) each.
     """
-    streams, width = old[0], stream_sizes(old[0])[2]
-    version = version or fastest(streams, numerics)
-    if version not in VERSIONS:
-        raise ValueError(f"version: expected one of {', '.join(VERSIONS)}, got {version!r}")
-    if fp8 and width % 32:
-        raise ValueError(f"streams: MXFP8 needs a multiple of 32 channels, got {width}")
     old, new = _checked(old, new)
     tokens, s, width = old[0].shape
+    best = fastest(old[0], numerics)
+    version = version or best
+    if version not in VERSIONS:
+        raise ValueError(f"version: expected one of {', '.join(VERSIONS)}, got {version!r}")
+    if version == "v4" and best != "v4":
+        raise ValueError(f"version: v4 needs bf16 numbers and 4 streams of 64 n, got {(s, width)}")
+    if fp8 and width % 32:
+        raise ValueError(f"streams: MXFP8 needs a multiple of 32 channels, got {width}")
     kind, record = old[0].dtype, width + width // 32
     x = cupy.empty((tokens, record), cupy.uint8) if fp8 else cupy.empty((tokens, width), kind)
     mixing = tuple(cupy.empty_like(part) for part in old[2:])
@@ -67,10 +69,9 @@ def _checked(old, new):
 def fastest(streams, numerics):
     """v4 needs four streams of bf16 numbers, however stored, and a width that it can cut."""
     _, s, width = streams.shape
-    bf16 = numerics.bf16 or streams.dtype == np.uint16
-    return (
-        "v4" if s == 4 and bf16 and units(width) and units(width)[1] // 2 <= processors() else "v3"
-    )
+    bf16, cut = numerics.bf16 or streams.dtype == np.uint16, units(width)
+    fits = s == 4 and cut is not None and cut[1] // 2 <= processors()
+    return "v4" if fits and bf16 else "v3"
 
 
 def units(width):
