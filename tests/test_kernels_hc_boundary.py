@@ -104,7 +104,7 @@ def check(got, given, numerics):
     for name, g, w in zip(("streams", "x"), got[:2], want[:2], strict=True):
         assert (np.abs(g - w) <= step * np.abs(w) + 1e-5).all(), name
         if numerics.bf16:
-            assert np.mean(g != w) < 1e-3, f"{name}: rounded differently too often"
+            assert np.sum(g != w) <= 1 + 1e-3 * g.size, f"{name}: rounded differently too often"
     wide = [a.astype(np.float64) for a in (got[0], *given[5:8])]
     exact = hc_coefficients.definition(*wide, CONFIG, FLOAT32)
     for name, g, w in zip(("pre", "post", "comb"), got[2:], exact, strict=True):
