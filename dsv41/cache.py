@@ -23,9 +23,20 @@ from collections import deque
 
 import numpy as np
 
-from .dispatch import beside
+from .dispatch import beside, op
 
 NEW_PAGES = 16  # the pools grow by doubling, from here
+
+
+@op
+def paged_rows(entries, pages, request, per_page):
+    """Pool rows of entry numbers (...) int; -1 stays -1.
+
+    pages (R, n) int: page numbers of each request; request: one for all, or of each entry, in any
+    shape that broadcasts to entries.
+    """
+    rows = pages[request, np.maximum(entries, 0) // per_page] * per_page + entries % per_page
+    return np.where(entries < 0, -1, rows)
 
 
 class Cache:
@@ -120,12 +131,23 @@ class Cache:
 
     def rows(self, source, slot, entries):
         """Pool rows (same shape, int64) of a request's entry numbers; -1 stays -1."""
-        per_page = self.page_tokens // self.ratio[source]
         entries = entries if hasattr(entries, "shape") else np.array(entries)
+        pages = beside(self.page_table([slot]), entries)
+        return paged_rows(entries, pages, 0, self.page_tokens // self.ratio[source])
+
+    def page_table(self, slots):
+        """(len(slots), n) int64: page numbers of each request, 0 behind its last."""
         # a request without pages has only -1 to look up; any table will do for those
-        table = beside(np.array(self.pages[slot] or [0], np.int64), entries)
-        found = table[np.maximum(entries, 0) // per_page] * per_page + entries % per_page
-        return np.where(entries < 0, -1, found)
+        table = np.zeros((len(slots), max([1, *(len(self.pages[s]) for s in slots)])), np.int64)
+        for row, slot in zip(table, slots, strict=True):
+            row[: len(self.pages[slot])] = self.pages[slot]
+        return table
+
+    def rows_of_entries(self, source, entries, owners):
+        """Pool rows (N,) of entries[i] of slot owners[i], all on the host."""
+        slots, request = np.unique(owners, return_inverse=True)
+        per_page = self.page_tokens // self.ratio[source]
+        return paged_rows(entries, self.page_table(slots.tolist()), request, per_page)
 
     def index_keys(self, source, slot, count):
         """The request's first `count` index keys, in order: (count, Z) records."""
@@ -139,11 +161,7 @@ class Cache:
 
     def write_entries(self, source, entries, owners, kv, keys):
         """Store entry entries[i] of slot owners[i]: kv (N, Z) main KV, keys (N, Z) index keys."""
-        rows = np.zeros_like(entries)
-        for slot in np.unique(owners).tolist():
-            mine = owners == slot
-            rows[mine] = self.rows(source, slot, entries[mine])
-        rows = beside(rows, self.like)
+        rows = beside(self.rows_of_entries(source, entries, owners), self.like)
         self.main_kv[source][rows], self.index[source][rows] = kv, keys
 
     def get_block(self, slot, number):

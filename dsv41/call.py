@@ -54,6 +54,11 @@ class Call:
         return beside(self.batch.is_image, self.cache.like)
 
     @cached_property
+    def pages(self):
+        """(R, n) page numbers of each request where the model computes, 0 behind its last."""
+        return beside(self.cache.page_table(self.batch.slots.tolist()), self.cache.like)
+
+    @cached_property
     def window_rows(self):
         """(T, W) rows of the window records that each query reads; the same in all layers."""
         return window_index(self.here, self.config.sliding_window)

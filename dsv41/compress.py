@@ -12,9 +12,11 @@ attention reads it rotated and quantised (main KV). Differences to V4: no overla
 position bias. Source: Compressor in the released inference/model.py; report, section 2.3.
 """
 
+from typing import NamedTuple
+
 import numpy as np
 
-from .dispatch import op
+from .dispatch import beside, op
 from .ops import matmul_rows, rmsnorm
 from .rope import rotate
 
@@ -26,6 +28,37 @@ def pool_groups(u, g):
     return np.sum(u * weights, axis=1) / np.sum(weights, axis=1)
 
 
+class Groups(NamedTuple):
+    """How a call's rows meet what waits in the cache. Row numbers refer to the line
+    `[waiting u and g of every request in turn | rows of this call]`.
+    """
+
+    waiting: tuple  # slots and places in the cache, (w,) each, of what the line begins with
+    members: np.ndarray  # (N, m) rows of each entry that is complete
+    entries: np.ndarray  # (N,) entry numbers
+    owners: np.ndarray  # (N,) the entries' requests
+    rest: tuple  # slots, places and rows, (r,) each, of what waits from now on
+
+
+def line_up(batch, ratio):
+    """The Groups of a batch whose requests begin in mid-group or not; NumPy arrays."""
+    begins = [(slot, first % ratio) for slot, _, first, _ in batch.segments()]
+    offset, taken, members, entries, owners, rest = sum(n for _, n in begins), 0, [], [], [], []
+    for slot, rows, first, end in batch.segments():
+        waiting = np.arange(taken, taken + first % ratio)
+        own = np.concatenate([waiting, np.arange(rows.start, rows.stop) + offset])
+        taken += len(waiting)
+        entries.append(np.arange(first // ratio, end // ratio))
+        owners.append(np.full(len(entries[-1]), slot))
+        whole = len(entries[-1]) * ratio
+        members.append(own[:whole].reshape(-1, ratio))
+        rest += [(slot, place, row) for place, row in enumerate(own[whole:].tolist())]
+    before = [(slot, place) for slot, count in begins for place in range(count)]
+    columns = np.array(before, np.int64).reshape(-1, 2).T, np.array(rest, np.int64).reshape(-1, 3).T
+    lists = (np.concatenate(x) for x in (members, entries, owners))
+    return Groups(tuple(columns[0]), *lists, tuple(columns[1]))
+
+
 def compress(x, p, source, ratio, cache, batch, config, numerics):
     """Emit the entries that x completes, and keep what is pending.
 
@@ -34,24 +67,18 @@ def compress(x, p, source, ratio, cache, batch, config, numerics):
     """
     u = matmul_rows(x, p["wkv"]["weight"], numerics)  # (T, C), float32 on purpose
     g = matmul_rows(x, p["wgate"]["weight"], numerics) if ratio > 1 else np.zeros_like(u)
-    pooled, entries, owners = [], [], []
-    for slot, rows, first, end in batch.segments():
-        pending = first % ratio
-        both = np.stack([u[rows], g[rows]], axis=1)  # (t, 2, C)
-        if pending:
-            both = np.concatenate([cache.carry[source][slot, :pending], both])
-        whole = len(both) // ratio * ratio
-        groups = both[:whole].reshape(-1, ratio, 2, u.shape[1])
-        pooled.append(pool_groups(groups[:, :, 0], groups[:, :, 1]))
-        entries.append(np.arange(first // ratio, end // ratio))
-        owners.append(np.full(end // ratio - first // ratio, slot))
-        if len(both) > whole:
-            cache.carry[source][slot, : len(both) - whole] = both[whole:]
-        cache.note_pending(source, slot, both[-(end - first) :])
-    latent = rmsnorm(
-        numerics.store(np.concatenate(pooled)), p["norm"]["weight"], config.rms_norm_eps, numerics
-    )
-    return latent, np.concatenate(entries), np.concatenate(owners)
+    line, groups = np.stack([u, g], axis=1), line_up(batch, ratio)  # (T, 2, C)
+    for slot, rows, _, _ in batch.segments():
+        cache.note_pending(source, slot, line[rows])
+    if len(groups.waiting[0]):
+        line = np.concatenate([cache.carry[source][groups.waiting], line])
+    if len(groups.rest[0]):
+        slots, places, rows = groups.rest
+        cache.carry[source][slots, places] = line[rows]
+    both = line[beside(groups.members, line)]  # (N, m, 2, C)
+    pooled = numerics.store(pool_groups(both[:, :, 0], both[:, :, 1]))
+    latent = rmsnorm(pooled, p["norm"]["weight"], config.rms_norm_eps, numerics)
+    return latent, groups.entries, groups.owners
 
 
 def main_kv(latent, positions, freqs, numerics):

@@ -17,12 +17,14 @@ computed choice. Source: Attention in the released inference/model.py; report, s
 import numpy as np
 
 from . import indexer
+from .cache import paged_rows
 from .compress import compress, main_kv
-from .dispatch import beside, block_elements
+from .dispatch import beside
 from .projections import grouped_output, low_rank_queries
 from .rope import frequencies
+from .selection import Entries, choose_anywhere, choose_in_pool
 from .sparse_attn import rope_sparse_attn
-from .trace import open_scores, put, put_pool, put_scores
+from .trace import put, put_pool, watch_scores
 from .window import window_kv, window_records
 
 
@@ -83,81 +85,42 @@ def _rows(x, keep):
 
 
 def select(x, c_q, p, layer, call):
-    """Score the source's keys and put the top-k, and the pool if published, into `call.shared`.
-
-    Runs over blocks of queries of one request, so that no (T, N) array exists.
-    """
+    """Score the source's keys and put the top-k, and the pool if published, into `call.shared`."""
     here, config, shared = call.here, call.config, call.shared
     freqs = frequencies(config, layer.ratio)
     q, w = indexer.index_queries(x, c_q, p["indexer"], here.positions, freqs, config, call.numerics)
-    visible = (here.positions + 1) // layer.ratio
-    shared.selected[layer.index] = np.zeros((len(x), config.index_topk), np.int64, like=x) - 1
-    if layer.candidates == "publish":
-        shared.pool = np.zeros((len(x), config.candidate_topk_blocks), np.int64, like=x) - 1
-    open_scores(call.trace, layer, visible)
-    choose = choose_in_pool if layer.candidates == "consume" else choose_anywhere
-    for slot, rows, first, end in call.batch.segments():
-        for at in _query_blocks(rows, layer, end // layer.ratio, config, block_elements(x)):
-            seen = (first + at.stop - rows.start) // layer.ratio  # by the last query, the most
-            if seen:
-                scores = choose(q[at], w[at], slot, seen, visible[at], at, layer, call)
-                put_scores(call.trace, layer, at, visible, *scores)
+    entries, k, block_size = entries_of(layer, call), config.index_topk, config.candidate_block_size
+    watch = watch_scores(call.trace, layer, entries.visible)
+    if layer.candidates == "consume":
+        chosen = choose_in_pool(q, w, entries, shared.pool, block_size, k, call.numerics, watch)
+    else:
+        publishes = layer.candidates == "publish"
+        pool = (block_size, config.candidate_topk_blocks) if publishes else None
+        chosen, blocks = choose_anywhere(q, w, entries, k, pool, call.numerics, watch)
+        shared.pool = blocks if publishes else shared.pool
+    shared.selected[layer.index] = chosen
     put(call.trace, layer, "idx.q", lambda: q)
     put(call.trace, layer, "idx.w", lambda: w)
-    put(call.trace, layer, "idx.topk", lambda: shared.selected[layer.index])
-    put_pool(call.trace, layer, shared, visible, config)
+    put(call.trace, layer, "idx.topk", lambda: chosen)
+    put_pool(call.trace, layer, shared, entries.visible, config)
 
 
-def choose_anywhere(q, w, slot, seen, visible, at, layer, call):
-    """Top-k over the request's first `seen` keys for the queries in rows `at`; the scan that grows
-    with the context. Returns what a trace shows: scores (t, N), and None for "all entries".
+def entries_of(layer, call):
+    """The entries of the layer's KV source, for the queries of the call. Entry j is visible from
+    the token on that closes its group.
     """
-    config, shared = call.config, call.shared
-    keys = call.cache.index_keys(layer.kv_source, slot, seen)
-    scores = indexer.index_scores(q, w, keys, call.numerics)
-    shared.selected[layer.index][at] = indexer.index_topk(scores, visible, config.index_topk)
-    if layer.candidates == "publish":
-        shared.pool[at] = indexer.candidate_blocks(
-            scores, visible, config.candidate_block_size, config.candidate_topk_blocks
-        )
-    return scores, None
-
-
-def choose_in_pool(q, w, slot, seen, visible, at, layer, call):
-    """Top-k among each query's pool; only the pool's keys are read. Returns what a trace shows:
-    scores (t, P) and the pool's entry numbers (t, P).
-    """
-    config, shared, source = call.config, call.shared, layer.kv_source
-    used = -(-seen // config.candidate_block_size)  # no query keeps more blocks than that
-    entries = indexer.pool_entries(shared.pool[at][:, :used], config.candidate_block_size)
-    readable = np.clip(entries, 0, seen - 1)  # the newest block may reach past the last key
-    keys = call.cache.index[source][call.cache.rows(source, slot, readable)]
-    scores = indexer.index_scores(q, w, keys, call.numerics)
-    shared.selected[layer.index][at] = indexer.pool_topk(
-        scores, entries, visible, config.index_topk
-    )
-    return scores, entries
-
-
-def _query_blocks(rows, layer, keys, config, most):
-    """Cut a request's rows so that scores, and the keys of a pool, stay below `most` elements."""
-    if layer.candidates == "consume":
-        keys = min(keys, config.candidate_topk_blocks * config.candidate_block_size)
-        per_query = keys * max(config.index_n_heads, config.index_head_dim)
-    else:
-        per_query = keys * config.index_n_heads
-    step = max(1, most // max(1, per_query))
-    for begin in range(rows.start, rows.stop, step):
-        yield slice(begin, min(begin + step, rows.stop))
+    batch, here, cache, ratio = call.batch, call.here, call.cache, layer.ratio
+    visible, reach = ((b.positions + 1) // ratio for b in (here, batch))
+    spans = [(int(batch.order[rows.start]), rows) for _, rows, _, _ in batch.segments()]
+    keys, per_page = cache.index[layer.kv_source], cache.page_tokens // ratio
+    return Entries(keys, call.pages, per_page, here.order, visible, spans, reach)
 
 
 def global_rows_of(layer, call):
     """What this layer reads of the past: pool of main KV records, and rows (T, K) per query."""
-    batch, cache = call.batch, call.cache
+    cache = call.cache
     if layer.mode == "swa":
-        return cache.no_records(len(batch.ids))
-    entries = call.shared.selected[layer.index_source]
-    rows = np.empty_like(entries)
-    for slot, at, _, _ in batch.segments():
-        rows[at] = cache.rows(layer.kv_source, slot, entries[at])
+        return cache.no_records(len(call.batch.ids))
+    entries, per_page = call.shared.selected[layer.index_source], cache.page_tokens // layer.ratio
+    rows = paged_rows(entries, call.pages, call.here.order[:, None], per_page)
     return cache.main_kv[layer.kv_source], rows

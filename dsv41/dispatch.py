@@ -44,7 +44,12 @@ def op(definition):
 
 def on_host(x):
     """True for arrays in CPU memory (everything but CUDA arrays)."""
-    return not hasattr(x, "__cuda_array_interface__")
+    return not _is_cuda(type(x))
+
+
+@functools.cache
+def _is_cuda(kind):
+    return hasattr(kind, "__cuda_array_interface__")  # of the class: an array would build it
 
 
 def beside(x, like):

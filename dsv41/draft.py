@@ -185,7 +185,7 @@ class _Pass:
 
     def moe(self, x, p, layer, _):
         """The draft's smaller MoE; drafts count as text."""
-        config, text = self.config, np.zeros(len(x), bool)
+        config, text = self.config, np.zeros(len(x), bool, like=x)
         chosen, weight, _ = route(
             x,
             p["gate"],

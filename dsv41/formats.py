@@ -20,7 +20,7 @@ from dataclasses import dataclass
 import ml_dtypes
 import numpy as np
 
-from .dispatch import on_host
+from .dispatch import on_host, op
 
 
 def f32(x):
@@ -53,6 +53,7 @@ def decode_bf16(codes):
     return (codes.astype(np.uint32) << np.uint32(16)).view(np.float32)
 
 
+@op
 def round_bf16(x):
     """x f32 -> f32 holding the nearest bf16 value.
 

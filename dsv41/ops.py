@@ -12,11 +12,13 @@ Linear, RMSNorm, Gate and Expert in the released inference/model.py.
 
 import numpy as np
 
+from .dispatch import op
 from .formats import contiguous, f32
 
 ROW_BLOCK = 8  # rows per product under batch_invariant; every OpenBLAS kernel treats 8 rows alike
 
 
+@op
 def rmsnorm(x, weight, eps, numerics):
     """x (..., C) f32, weight (C,) f32 -> (..., C) f32, normalised over the last axis."""
     x = contiguous(x)
@@ -76,6 +78,7 @@ def silu(x):
     return x * sigmoid(x)
 
 
+@op
 def swiglu(gate, up, limit):
     """gate, up (..., F) f32 -> silu(gate) * up, clamped first; limit 0 or None leaves them alone.
 

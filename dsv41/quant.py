@@ -20,7 +20,7 @@ from dataclasses import dataclass, replace
 
 import numpy as np
 
-from .dispatch import on_host
+from .dispatch import on_host, op
 from .formats import (
     E2M1,
     E4M3,
@@ -64,8 +64,7 @@ class BlockFormat:
 
     def fake(self, x):
         """The values that a reader of the stored codes will see. (..., C) f32 -> same."""
-        scaled, scales = self._scaled(x)
-        return (self.element.round(scaled) * self._decode_scale(scales)[..., None]).reshape(x.shape)
+        return fake_blocks(x, self)
 
     def encode(self, x):
         """x (..., C) f32 -> records (..., record_bytes(C)) uint8: all codes, then all scales."""
@@ -112,6 +111,13 @@ class BlockFormat:
 
     def _decode_scale(self, scales):
         return E4M3.decode(scales) if self.scale == "e4m3" else decode_e8m0(scales)
+
+
+@op
+def fake_blocks(x, fmt):
+    """x (..., C) f32, fmt a BlockFormat -> the values of x's codes, (..., C) f32."""
+    scaled, scales = fmt._scaled(x)
+    return (fmt.element.round(scaled) * fmt._decode_scale(scales)[..., None]).reshape(x.shape)
 
 
 @dataclass(frozen=True)

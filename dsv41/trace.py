@@ -20,9 +20,14 @@ def put(trace, layer, name, make):
         trace[prefix + name] = to_host(make()).copy()
 
 
-def open_scores(trace, layer, visible):
-    """Begin "idx.score" (T, N) for queries that see `visible` (T,) entries: all -inf."""
+def watch_scores(trace, layer, visible):
+    """Begin "idx.score" (T, N) for queries that see `visible` (T,) entries, all -inf -> what writes
+    one block of queries into it; None when trace is None.
+    """
+    if trace is None:
+        return None
     put(trace, layer, "idx.score", lambda: _nothing_seen(visible))
+    return lambda at, scores, entries: put_scores(trace, layer, at, visible, scores, entries)
 
 
 def _nothing_seen(visible):
@@ -31,8 +36,6 @@ def _nothing_seen(visible):
 
 def put_scores(trace, layer, at, visible, scores, entries):
     """Write one query block into "idx.score": -inf stays where not visible or outside the pool."""
-    if trace is None:
-        return
     scores, visible = to_host(scores), to_host(visible[at])
     entries = np.arange(scores.shape[1])[None] if entries is None else to_host(entries)
     entries = np.broadcast_to(entries, scores.shape)

@@ -57,18 +57,18 @@ MUTANTS = [
     # compression
     ("pooling averages", "compress.py", "weights = np.exp(g - np.max(g, axis=1, keepdims=True))", "weights = np.exp(g * 0)"),
     ("one gate per token", "compress.py", "weights = np.exp(g - np.max(g, axis=1, keepdims=True))", "weights = np.exp(np.mean(g, axis=2, keepdims=True) + 0 * g)"),
-    ("pairs restart at a chunk", "compress.py", "        if pending:\n", "        if False:\n"),
+    ("pairs restart at a chunk", "compress.py", "([cache.carry[source]", "([0 * cache.carry[source]"),
     ("entry rotated at its last token", "csa2.py", "kv = main_kv(latent, positions,", "kv = main_kv(latent, positions + layer.ratio - 1,"),
-    ("entry seen before its group closes", "csa2.py", "visible = (here.positions + 1) // layer.ratio", "visible = (here.positions + 2) // layer.ratio"),
-    ("entry seen one token late", "csa2.py", "visible = (here.positions + 1) // layer.ratio", "visible = here.positions // layer.ratio"),
+    ("entry seen before its group closes", "csa2.py", "(b.positions + 1) // ratio", "(b.positions + 2) // ratio"),
+    ("entry seen one token late", "csa2.py", "(b.positions + 1) // ratio", "b.positions // ratio"),
     # selection
     ("no relu", "indexer.py", "np.maximum(numerics.store(dots), np.float32(0))", "numerics.store(dots)"),
     ("relu after the weights", "indexer.py", "np.maximum(numerics.store(dots), np.float32(0)) * w[:, :, None]", "np.maximum(numerics.store(dots) * w[:, :, None], np.float32(0))"),
     ("ties from the right", "indexer.py", "np.cumsum(equal, axis=1) <= room", "np.cumsum(equal[:, ::-1], axis=1)[:, ::-1] <= room"),
     ("newest block not pinned", "indexer.py", "return np.where(is_newest, np.float32(np.inf), best)", "return best"),
     ("pool ignored", "plan.py", 'candidates = "publish" if index == pool else "consume"', 'candidates = "publish" if index == pool else None'),
-    ("reuse reads its KV source's top-k", "csa2.py", "entries = call.shared.selected[layer.index_source]", "entries = call.shared.selected[layer.kv_source]"),
-    ("index keys of the last source", "csa2.py", "call.cache.index_keys(layer.kv_source, slot, seen)", "call.cache.index_keys(max(call.cache.ratio), slot, seen)"),
+    ("reuse reads its KV source's top-k", "csa2.py", "call.shared.selected[layer.index_source]", "call.shared.selected[layer.kv_source]"),
+    ("index keys of the last source", "csa2.py", "cache.index[layer.kv_source]", "cache.index[max(cache.ratio)]"),
     ("index keys after rotation of the latent", "csa2.py", "keys = indexer.index_keys(latent, p", "from .rope import rotate\n    keys = indexer.index_keys(rotate(latent, positions, freqs), p"),
     # streams
     ("pre used at once", "ced.py", "x = hc_collapse(streams, pre, numerics)", "x = hc_collapse(streams, new_pre, numerics)"),

@@ -7,7 +7,7 @@ import oracles
 import pytest
 from compare import assert_close, assert_same
 
-from dsv41 import csa2
+from dsv41 import csa2, selection
 from dsv41.batch import make_batch
 from dsv41.cache import Cache
 from dsv41.call import Call, Shared
@@ -240,7 +240,7 @@ def test_queries_in_blocks_choose_what_they_choose_at_once(monkeypatch):
     at_once, in_blocks = Run(33, trace={}), Run(33, trace={})
     for layer in layers:
         at_once.attend(layer, x)
-    monkeypatch.setattr(csa2, "block_elements", lambda x: 400)
+    monkeypatch.setattr(selection, "block_elements", lambda x: 400)
     for layer in layers:
         in_blocks.attend(layer, x)
     for index, want in at_once.shared.selected.items():
@@ -252,7 +252,7 @@ def test_queries_in_blocks_choose_what_they_choose_at_once(monkeypatch):
 @pytest.mark.parametrize("layers", [[FULL_1], [POOL, CONSUMER]], ids=["anywhere", "in the pool"])
 def test_selection_never_holds_a_row_of_scores_per_query(monkeypatch, layers):
     """With blocks of 64 KiB the peak grows with the prompt, not with its square."""
-    monkeypatch.setattr(csa2, "block_elements", lambda x: 1 << 14)
+    monkeypatch.setattr(selection, "block_elements", lambda x: 1 << 14)
     tokens = 1500
     x = inputs(tokens)
     run = Run(tokens, numerics=FLOAT32)

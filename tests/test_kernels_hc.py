@@ -8,7 +8,7 @@ from types import SimpleNamespace
 import numpy as np
 import pytest
 from compare import assert_close, assert_same
-from fake_device import fake_device, on_fake_device
+from fake_cuda import fake_cuda, on_device, wrapper  # noqa: F401
 
 import dsv41.train.mhc  # noqa: F401, its definitions enter OPS
 from dsv41.dispatch import OPS, find_kernel
@@ -138,45 +138,40 @@ def test_other_strides_do_not_matter(cupy, op):
 
 def device_arguments(op, tokens=3, s=4, width=8):
     return [
-        on_fake_device(a) if isinstance(a, np.ndarray) else a
-        for a in arguments(op, tokens, s, width)
+        on_device(a) if isinstance(a, np.ndarray) else a for a in arguments(op, tokens, s, width)
     ]
 
 
 @pytest.mark.parametrize("op", NAMES)
-def test_wrapper_returns_the_shapes_of_the_definition(op):
+def test_wrapper_returns_the_shapes_of_the_definition(fake_cuda, op):  # noqa: F811
     for tokens in (0, 3):
         want = _as_tuple(OPS[op](*arguments(op, tokens, 4, 8)))
-        with fake_device() as (wrapper, launches):
-            got = _as_tuple(wrapper(op)(*device_arguments(op, tokens)))
+        fake_cuda.clear()
+        got = _as_tuple(wrapper(op)(*device_arguments(op, tokens)))
         assert [(g.shape, g.dtype) for g in got] == [(w.shape, w.dtype) for w in want]
-        assert all(min(grid) > 0 and block[0] % 32 == 0 for _, grid, block in launches)
+        assert all(min(grid) > 0 and block[0] % 32 == 0 for _, _, grid, block, _ in fake_cuda)
         # without tokens only the weight gradients are written: with zeros
-        assert bool(launches) == (tokens > 0 or op == "hc_coefficients_backward")
+        assert bool(fake_cuda) == (tokens > 0 or op == "hc_coefficients_backward")
 
 
 @pytest.mark.parametrize("op", NAMES)
-def test_wrapper_names_the_argument_that_is_wrong(op):
+def test_wrapper_names_the_argument_that_is_wrong(fake_cuda, op):  # noqa: F811
     names = OPS[op].__code__.co_varnames
-    with fake_device() as (wrapper, launches):
-        for at, a in enumerate(device_arguments(op)):
-            if not isinstance(a, np.ndarray):
-                continue
-            for wrong, kind in [
-                (np.asarray(a), TypeError),
-                (a.astype(np.float64), TypeError),
-                (a[0] if names[at] == "streams" else a[..., :-1], ValueError),
-            ]:
-                given = device_arguments(op)
-                given[at] = wrong
-                with pytest.raises(kind, match=f"^{names[at]}: expected"):
-                    wrapper(op)(*given)
-        assert not launches
+    for at, a in enumerate(device_arguments(op)):
+        if not isinstance(a, np.ndarray):
+            continue
+        for wrong, kind in [
+            (np.asarray(a), TypeError),
+            (a.astype(np.float64), TypeError),
+            (a[0] if names[at] == "streams" else a[..., :-1], ValueError),
+        ]:
+            given = device_arguments(op)
+            given[at] = wrong
+            with pytest.raises(kind, match=f"^{names[at]}: expected"):
+                wrapper(op)(*given)
+    assert not fake_cuda
 
 
-def test_more_streams_than_a_warp_has_sums_are_refused():
-    with (
-        fake_device() as (wrapper, _),
-        pytest.raises(ValueError, match=r"streams: expected shape \(T, 1 to 4, D\)"),
-    ):
+def test_more_streams_than_a_warp_has_sums_are_refused(fake_cuda):  # noqa: F811
+    with pytest.raises(ValueError, match=r"streams: expected shape \(T, 1 to 4, D\)"):
         wrapper("hc_collapse")(*device_arguments("hc_collapse", s=5))

@@ -3,16 +3,12 @@
 PYTHONPATH=.:kernels python3 -m pytest -q -m gpu tests/test_kernels_hc_boundary.py
 """
 
-import re
-import shutil
-import subprocess
-from pathlib import Path
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
 from compare import assert_same
-from fake_device import fake_device, on_fake_device
+from fake_cuda import fake_cuda, on_device, wrapper  # noqa: F401
 
 from dsv41.dispatch import find_kernel
 from dsv41.formats import decode_bf16, encode_bf16, round_bf16
@@ -21,7 +17,6 @@ from dsv41.ops import rmsnorm
 from dsv41.quant import ACTIVATION_FP8, FLOAT32, OFFICIAL
 
 CONFIG = SimpleNamespace(rms_norm_eps=1e-20, hc_eps=1e-6, hc_sinkhorn_iters=20)
-FOLDER = Path(__file__).parent.parent / "kernels" / "dsv41_kernels" / "hc_boundary"
 NAMES = ("streams", "y", "pre", "post", "comb", "fn", "base", "scale", "norm")
 WIDE = 65  # more tokens than a small launch of the released width takes
 
@@ -201,89 +196,63 @@ def test_an_array_that_begins_at_an_odd_address(cupy):
 
 
 def on_fake(given):
-    return [on_fake_device(a) for a in given]
+    return [on_device(a) for a in given]
 
 
 @pytest.mark.parametrize("stored", ["float32", "bf16"])
 @pytest.mark.parametrize("fp8", [False, True])
 @pytest.mark.parametrize("version", ["v1", "v2", "v3", "v4"])
-def test_wrapper_returns_the_shapes_of_the_definition(version, fp8, stored):
+def test_wrapper_returns_the_shapes_of_the_definition(fake_cuda, version, fp8, stored):  # noqa: F811
     for tokens in (0, 1, 200):
         given = inputs(tokens)
         want = hc_boundary(*given, CONFIG, OFFICIAL, fp8)
         if stored == "bf16":
             given[:2] = [encode_bf16(a) for a in given[:2]]
-        with fake_device() as (wrapper, launches):
-            got = wrapper("hc_boundary")(*on_fake(given), CONFIG, OFFICIAL, fp8, version=version)
+        fake_cuda.clear()
+        got = wrapper("hc_boundary")(*on_fake(given), CONFIG, OFFICIAL, fp8, version=version)
         assert [g.shape for g in got] == [w.shape for w in want]
         numbers = np.uint16 if stored == "bf16" else np.float32
         assert [g.dtype for g in got[:2]] == [numbers, np.uint8 if fp8 else numbers]
         count = {"v1": 5, "v2": 2, "v3": 1, "v4": 1}[version]
-        assert len(launches) == (count if tokens else 0)
+        assert len(fake_cuda) == (count if tokens else 0)
 
 
-def test_a_launch_never_has_more_blocks_than_processors():
+def test_a_launch_never_has_more_blocks_than_processors(fake_cuda):  # noqa: F811
     """Blocks of v4 wait for one another, so all of them must run at once."""
-    for tokens, name, blocks in [
-        (1, "thin", 32),
-        (64, "thin", 128),
-        (65, "wide", 32),
-        (4096, "wide", 128),
+    for tokens in (1, 64, 65, 4096):
+        rows = (4, 5120), (5120,), (4,), (4,), (4, 4)
+        shapes = *((tokens, *row) for row in rows), (24, 4 * 5120), (24,), (3,), (5120,)
+        given = [np.zeros(shape, np.float32) for shape in shapes]
+        wrapper("hc_boundary")(*on_fake(given), CONFIG, OFFICIAL)
+    found = [(name, blocks) for _, name, blocks, _, _ in fake_cuda]
+    assert found == [("thin", (32,)), ("thin", (128,)), ("wide", (32,)), ("wide", (128,))]
+
+
+def test_version_follows_sizes_and_numerics(fake_cuda):  # noqa: F811
+    for s, width, numerics in [
+        (4, 64, OFFICIAL),
+        (4, 64, FLOAT32),
+        (3, 64, OFFICIAL),
+        (4, 96, OFFICIAL),
     ]:
-        with fake_device() as (wrapper, launches):
-            wrapper("hc_boundary")(*on_fake(inputs(tokens, 4, 5120)), CONFIG, OFFICIAL)
-        assert [(kernel, grid) for kernel, grid, _ in launches] == [(name, (blocks,))]
+        wrapper("hc_boundary")(*on_fake(inputs(2, s, width)), CONFIG, numerics)
+    assert [launch[1] for launch in fake_cuda] == ["thin", "boundary", "boundary", "boundary"]
 
 
-def test_version_follows_sizes_and_numerics():
-    for s, width, numerics, name in [
-        (4, 64, OFFICIAL, "thin"),
-        (4, 64, FLOAT32, "boundary"),
-        (3, 64, OFFICIAL, "boundary"),
-        (4, 96, OFFICIAL, "boundary"),
-    ]:
-        with fake_device() as (wrapper, launches):
-            wrapper("hc_boundary")(*on_fake(inputs(2, s, width)), CONFIG, numerics)
-        assert [launch[0] for launch in launches] == [name]
-
-
-def test_wrapper_names_the_argument_that_is_wrong():
-    with fake_device() as (wrapper, launches):
-        run = wrapper("hc_boundary")
-        for at, name in enumerate(NAMES):
-            given = on_fake(inputs(3))
-            wrongs = [(np.asarray(given[at]), TypeError), (given[at].astype(np.float64), TypeError)]
-            shape = given[at][0] if name == "streams" else given[at][..., :-1]
-            for wrong, kind in [*wrongs, (shape, ValueError)]:
-                given[at] = wrong
-                with pytest.raises(kind, match=f"^{name}: expected"):
-                    run(*given, CONFIG, OFFICIAL)
-        with pytest.raises(ValueError, match=r"^version: expected one of v1"):
-            run(*on_fake(inputs(3)), CONFIG, OFFICIAL, version="v9")
-        with pytest.raises(ValueError, match=r"^version: v4 needs bf16 numbers"):
-            run(*on_fake(inputs(3)), CONFIG, FLOAT32, version="v4")
-        with pytest.raises(ValueError, match=r"^streams: MXFP8 needs a multiple of 32"):
-            run(*on_fake(inputs(3, 4, 72)), CONFIG, OFFICIAL, fp8=True)
-    assert not launches
-
-
-@pytest.mark.parametrize(("stored", "fp8"), [(0, 0), (1, 1)])
-def test_the_fast_version_compiles_without_spills(stored, fp8, tmp_path):
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not installed: install a CUDA toolkit to compile the kernels here")
-    macros = ["-DS=4", "-DROUND=1", f"-DBF16_STORED={stored}", f"-DFP8={fp8}"]
-    command = ["nvcc", "-gencode=arch=compute_90a,code=sm_90a", "-std=c++17", "-ftz=true", *macros]
-    command += [
-        "-DUNITS=5",
-        "-DHALVES=32",
-        "--cubin",
-        "-Xptxas",
-        "-v",
-        "-o",
-        tmp_path / "out.cubin",
-    ]
-    done = subprocess.run([*command, FOLDER / "kernel.cu"], capture_output=True, text=True)
-    assert done.returncode == 0, done.stderr
-    report = re.findall(r"function '(\w+)'.*?(\d+) bytes spill stores", done.stderr, re.DOTALL)
-    spills = dict(report)
-    assert spills["thin"] == spills["wide"] == "0", spills
+def test_wrapper_names_the_argument_that_is_wrong(fake_cuda):  # noqa: F811
+    run = wrapper("hc_boundary")
+    for at, name in enumerate(NAMES):
+        given = on_fake(inputs(3))
+        wrongs = [(np.array(given[at]), TypeError), (given[at].astype(np.float64), TypeError)]
+        shape = given[at][0] if name == "streams" else given[at][..., :-1]
+        for wrong, kind in [*wrongs, (shape, ValueError)]:
+            given[at] = wrong
+            with pytest.raises(kind, match=f"^{name}: expected"):
+                run(*given, CONFIG, OFFICIAL)
+    with pytest.raises(ValueError, match=r"^version: expected one of v1"):
+        run(*on_fake(inputs(3)), CONFIG, OFFICIAL, version="v9")
+    with pytest.raises(ValueError, match=r"^version: v4 needs bf16 numbers"):
+        run(*on_fake(inputs(3)), CONFIG, FLOAT32, version="v4")
+    with pytest.raises(ValueError, match=r"^streams: MXFP8 needs a multiple of 32"):
+        run(*on_fake(inputs(3, 4, 72)), CONFIG, OFFICIAL, fp8=True)
+    assert not fake_cuda

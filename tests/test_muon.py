@@ -237,10 +237,10 @@ WRONG = {
     "scale by the shorter side": ("max(direction.shape[-2:])", "min(direction.shape[-2:])"),
     "no Nesterov": ("return mu * momentum + g", "return momentum.copy()"),
     "damped gradient": ("momentum += g", "momentum += (1 - mu) * g"),
-    "no decay": ("weight *= 1 - lr * decay", "pass"),
-    "decay without the rate": ("weight *= 1 - lr * decay", "weight *= 1 - decay"),
-    "update not scaled by the rate": ("weight -= lr * update", "weight -= update"),
-    "ascent": ("weight -= lr * update", "weight += lr * update"),
+    "no decay": ("[1 - lr * decay for", "[1.0 for"),
+    "decay without the rate": ("[1 - lr * decay for", "[1 - decay for"),
+    "update not scaled by the rate": ("[-lr for", "[-1.0 for"),
+    "ascent": ("[-lr for", "[lr for"),
 }
 
 

@@ -7,7 +7,7 @@ import oracles
 import pytest
 from compare import assert_same
 
-from dsv41 import csa2, trace
+from dsv41 import selection, trace
 from dsv41.init import random_params
 from dsv41.model import Model
 from dsv41.presets import preset
@@ -70,8 +70,7 @@ def test_what_is_collected_is_a_copy():
 
 def test_nothing_is_computed_for_nobody():
     trace.put(None, CONFIG.plan[0], "x", lambda: pytest.fail("made although nobody looks"))
-    trace.open_scores(None, CONFIG.plan[1], None)
-    trace.put_scores(None, CONFIG.plan[1], slice(0, 1), None, None, None)
+    assert trace.watch_scores(None, CONFIG.plan[1], None) is None
     trace.put_pool(None, CONFIG.plan[7], None, None, CONFIG)
 
 
@@ -133,7 +132,7 @@ def test_queries_in_blocks_fill_one_array(monkeypatch):
     """Long prompts are scored block by block of queries, and early blocks see fewer entries."""
     ids = tokens(33)
     at_once = traced(ids)
-    monkeypatch.setattr(csa2, "block_elements", lambda x: 400)
+    monkeypatch.setattr(selection, "block_elements", lambda x: 400)
     in_blocks = traced(ids)
     assert set(at_once) == set(in_blocks)
     for name, want in at_once.items():

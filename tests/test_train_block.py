@@ -11,7 +11,7 @@ from dsv41.ced import block
 from dsv41.init import random_params
 from dsv41.mhc import hc_coefficients, hc_update
 from dsv41.quant import FLOAT32
-from dsv41.train.block import Back, _entry_rows, block_backward, block_forward, kept_sublayer
+from dsv41.train.block import Back, block_backward, block_forward, kept_sublayer
 from dsv41.train.model import Documents, open_call
 
 ALONE = {  # the only layer of a model
@@ -93,6 +93,6 @@ def test_entries_are_found_where_they_were_written():
     entries, owners = np.array([0, 1, 0]), np.array([0, 0, 2])
     kv, keys = np.float32(random(3, 32)), np.float32(random(3, 32, seed=1))
     call.cache.write_entries(0, entries, owners, kv, keys)
-    rows = _entry_rows(call.cache, 0, entries, owners)
+    rows = call.cache.rows_of_entries(0, entries, owners)
     assert_close("main KV", call.cache.main_kv[0][rows], kv)
     assert_close("index keys", call.cache.index[0][rows], keys)

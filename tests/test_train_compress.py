@@ -8,12 +8,11 @@ from test_train_difference import check, random
 
 from dsv41.batch import make_batch
 from dsv41.cache import Cache
-from dsv41.compress import compress, main_kv, pool_groups
+from dsv41.compress import compress, line_up, main_kv, pool_groups
 from dsv41.quant import FLOAT32, OFFICIAL
 from dsv41.rope import frequencies
 from dsv41.train.compress import (
     compress_backward,
-    group_rows,
     main_kv_backward,
     pool_groups_backward,
 )
@@ -63,7 +62,7 @@ def test_compress(lengths, ratio):
 
 def test_groups_begin_with_their_document():
     batch, _, _ = opened([3, 1, 4], 2)
-    assert_same("members", group_rows(batch, 2), np.array([[0, 1], [4, 5], [6, 7]]))
+    assert_same("members", line_up(batch, 2).members, np.array([[0, 1], [4, 5], [6, 7]]))
 
 
 def test_a_token_behind_the_last_whole_group_gets_nothing():

@@ -182,9 +182,37 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(tmp_path):
             ours, theirs = ours[1], theirs[1]
         if "indexer" not in name and "gate" not in name:  # their losses are means of their own
             assert np.abs(ours - theirs).max() < 2e-5 * max(1, np.abs(ours).max()), name
-    assert about_a["next_token"] == pytest.approx(about_b["next_token"], rel=1e-5)
+    assert about_a["losses"]["loss"] == pytest.approx(about_b["losses"]["loss"], rel=1e-5)
     for layer, load in about_a["load"].items():
         assert np.array_equal(load, about_b["load"][layer])
+
+
+def test_the_drafter_learns_behind_the_last_step_and_alone(tmp_path):
+    """Its loss falls, nothing of the frozen model moves, and micro-batches change nothing."""
+    about = replace(RUN, steps=1, draft_steps=12, draft_peak=0.01, anchors=4, warmup=1)
+    run, parts = trainer(tmp_path / "a", about), trainer(tmp_path / "b", replace(about, micro=24))
+    run.step(), parts.step()
+    before = {k: v.copy() for k, v in flatten(run.params).items()}
+    records = [run.step() for _ in range(12)]
+    assert records[-1]["tv"] < records[0]["tv"] and records[-1]["ce"] < records[0]["ce"]
+    assert all(r["loss"] == r["ce"] and "index" not in r for r in records)
+    for name, leaf in flatten(run.params).items():
+        trains = name.startswith("mtp.")
+        assert trains or np.array_equal(leaf, before[name]), name
+    assert not np.array_equal(
+        run.params["mtp"][0]["ffn"]["gate"]["bias"], before["mtp.0.ffn.gate.bias"]
+    )
+    assert parts.step()["ce"] == pytest.approx(records[0]["ce"], rel=0.01)
+
+
+def test_selections_are_wide_at_first(tmp_path, monkeypatch):
+    seen, plain = [], loop.loss_and_grads
+    monkeypatch.setattr(
+        loop, "loss_and_grads", lambda w, c, *a: (seen.append(c.index_topk), plain(w, c, *a))[1]
+    )
+    run = trainer(tmp_path, replace(RUN, wide_until=1, wide_topk=10))
+    run.step(), run.step()
+    assert seen == [10, CONFIG.index_topk]
 
 
 def test_micro_batches_split_between_documents_only():

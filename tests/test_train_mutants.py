@@ -64,10 +64,10 @@ MUTANTS = [
     ("gates do not learn", "compress", "du * (u - pooled)", "0 * du"),
     ("gates learn from u alone", "compress", "du * (u - pooled)", "du * u"),
     (
-        "groups end with a document",
+        "groups of other tokens",
         "compress",
-        "np.arange(rows.start,",
-        "1 + np.arange(rows.start,",
+        "line_up(batch, ratio).members",
+        "line_up(batch, ratio).members[::-1]",
     ),
     (
         "one of two projections",

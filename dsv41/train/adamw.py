@@ -15,6 +15,8 @@ import math
 
 import numpy as np
 
+from .many import many
+
 BETAS, EPS = (0.9, 0.95), 1e-20
 
 
@@ -31,3 +33,10 @@ def adamw_step(weight, m, v, t, grad, lr, decay=0.0, betas=BETAS, eps=EPS):
     size = np.sqrt(v) / math.sqrt(1 - b2**t) + eps
     weight *= 1 - lr * decay
     weight -= (lr / (1 - b1**t)) * (m / size)
+
+
+@many
+def adamw_steps(weights, ms, vs, ts, grads, rates, decays, betas=BETAS, eps=EPS):
+    """`adamw_step` for lists of arrays, of their step counts, learning rates and decays."""
+    for w, m, v, t, g, lr, decay in zip(weights, ms, vs, ts, grads, rates, decays, strict=True):
+        adamw_step(w, m, v, t, g, lr, decay, betas, eps)

@@ -17,8 +17,6 @@ and selections; what is inside a sublayer is computed again. Source: csa2.py and
 
 from dataclasses import dataclass, field
 
-import numpy as np
-
 from ..ced import moe, sublayer
 from ..compress import compress
 from ..csa2 import attention, global_rows_of
@@ -39,6 +37,7 @@ from .mhc import hc_coefficients_backward, hc_collapse_backward, hc_update_backw
 from .moe import moe_experts_backward, route_backward
 from .ops import add_grads, rmsnorm_backward
 from .projections import grouped_output_backward, low_rank_queries_backward
+from .schedule import expert_load
 from .sparse_attn import rope_sparse_attn_backward
 from .window import own_rows, window_kv_backward
 
@@ -203,7 +202,7 @@ def write_global_kv_backward(x, p, layer, call, back):
         x, p["compressor"], source, layer.ratio, call.cache, batch, config, numerics
     )
     positions = beside(entries * layer.ratio, x)
-    rows = beside(_entry_rows(call.cache, source, entries, owners), x)
+    rows = beside(call.cache.rows_of_entries(source, entries, owners), x)
     dkv = back.main_kv.pop(source)[rows]
     dlatent = main_kv_backward(dkv, latent, positions, freqs, numerics)
     dx, compressor = compress_backward(
@@ -214,14 +213,6 @@ def write_global_kv_backward(x, p, layer, call, back):
         rest = latent, p["indexer"], positions, freqs, config, numerics
         grads["indexer"] = index_keys_backward(back.keys.pop(source)[rows], *rest)[1]
     return dx, grads
-
-
-def _entry_rows(cache, source, entries, owners):
-    """Where `Cache.write_entries` put entries[i] of slot owners[i]: (N,) pool rows."""
-    rows = np.zeros_like(entries)
-    for slot in np.unique(owners).tolist():
-        rows[owners == slot] = cache.rows(source, slot, entries[owners == slot])
-    return rows
 
 
 def moe_backward(dy, x, p, layer, call, back):
@@ -235,14 +226,8 @@ def moe_backward(dy, x, p, layer, call, back):
     scores = sqrt_softplus(matmul_rows(x, gate["weight"], numerics))
     loss, dscores = balance_loss(scores, chosen, call.here.order, call.batch.count)
     back.losses["balance"] += loss
-    back.load[layer.index] = _loads(chosen, call.is_image, scores.shape[1])
+    back.load[layer.index] = expert_load(chosen, call.is_image, scores.shape[1])
     by_gate, grads["gate"] = route_backward(
         dweight, back.balance * dscores, x, gate, chosen, *routing
     )
     return dx + by_gate, grads
-
-
-def _loads(chosen, is_image, experts):
-    """How often text and image tokens chose each expert, (2, E) int."""
-    kinds = (np.bincount(chosen[at].ravel(), minlength=experts) for at in (~is_image, is_image))
-    return np.stack(list(kinds))

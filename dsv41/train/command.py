@@ -29,20 +29,25 @@ from .data import DATA, load_ids
 from .loop import Run, Trainer
 from .packing import BOS, EOS
 
+SHORTEST = 8  # recall documents in one sample, at most
+
 
 def main_train(arguments):
     """The command: config, corpus, out (Paths), device, minutes."""
     description = read_description(arguments.config)
     trainer, heldout = open_run(description, arguments.corpus, arguments.out, arguments.device)
+    asked = recall_probes(description, arguments.corpus)
     until = time.monotonic() + 60 * arguments.minutes if arguments.minutes else np.inf
     run = trainer.run
-    print(f"{run.steps - trainer.done} of {run.steps} steps to go", file=sys.stderr)
-    while trainer.done < run.steps and time.monotonic() < until:
+    print(f"{run.all_steps - trainer.done} of {run.all_steps} steps to go", file=sys.stderr)
+    while trainer.done < run.all_steps and time.monotonic() < until:
         record = trainer.step()
-        if trainer.done % run.evaluate_every == 0 or trainer.done == run.steps:
+        is_due = trainer.done % run.evaluate_every == 0 or trainer.done == run.steps
+        if is_due and trainer.done <= run.steps:
             record["heldout"] = trainer.evaluate(*heldout)
+            record["recall"] = trainer.recall(asked) if asked else {}
         trainer.log(record)
-        _show(record, run.steps)
+        _show(record, run.all_steps)
         if trainer.done % run.save_every == 0:
             trainer.save()
     trainer.save()
@@ -84,7 +89,11 @@ def open_run(description, corpus, out, device="cpu"):
 
 
 class RecallDocuments:
-    """Recall documents of a step, from (seed, step) alone, with the corpus as filler."""
+    """Recall documents of a step, from (seed, step) alone, with the corpus as filler.
+
+    A sample is one document or is shared by 2, 4 or 8 shorter ones, whose facts are nearer: those
+    are learned first, and the rest follows. Questions are as dense in all of them.
+    """
 
     def __init__(self, documents, run, sizes):
         self.documents, self.run, self.sizes = documents, run, sizes
@@ -92,14 +101,19 @@ class RecallDocuments:
         self.long = [n for n, ids in enumerate(documents) if len(ids) >= run.length]
 
     def __call__(self, step):
-        generator = np.random.default_rng((self.run.seed, step, 1))
-        return [self._one(generator) for _ in range(self.run.recall)]
+        generator, lengths = np.random.default_rng((self.run.seed, step, 1)), []
+        for _ in range(self.run.recall):
+            parts = 2 ** int(generator.integers(SHORTEST.bit_length()))  # 1, 2, 4 or 8
+            lengths += [self.run.length // parts] * parts
+        return [self._one(generator, length) for length in lengths]
 
-    def _one(self, generator):
+    def _one(self, generator, length):
         filler = self.documents[self.long[generator.integers(len(self.long))]]
-        start = generator.integers(max(1, len(filler) - self.run.length))
-        filler = np.asarray(filler[start : start + self.run.length], np.int64)
-        made = recall.document(generator, self.words, filler, self.run.length - 1, **self.sizes)
+        start = generator.integers(max(1, len(filler) - length))
+        filler = np.asarray(filler[start : start + length], np.int64)
+        questions = max(1, self.sizes["questions"] * length // self.run.length)
+        sizes = {"facts": self.sizes["facts"], "questions": questions}
+        made = recall.document(generator, self.words, filler, length - 1, **sizes)
         return np.concatenate([[BOS], made.ids])
 
 
@@ -112,6 +126,20 @@ def heldout_pieces(corpus, length):
         pieces += [whole[at : at + length] for at in range(0, len(whole) - 1, length - 1)]
     text = json.loads((Path(corpus) / "manifest.json").read_text(encoding="utf-8"))
     return [pieces[i : i + 8] for i in range(0, len(pieces), 8)], text["heldout"]["bytes"]
+
+
+def recall_probes(description, corpus, count=32):
+    """`count` probes at each distance that fits into a sample, with held-out text between; none
+    for a run without recall documents.
+    """
+    run = description["run"]
+    text = np.concatenate([np.asarray(ids) for ids in load_ids(corpus, "heldout")])
+    words = recall.words_of(load_tokenizer(DATA / "tokenizer"))
+    facts = description["recall"]["facts"]
+    room = run.length - 2 * words.size * facts - words.size  # a probe's front is that long
+    distances = [d for d in recall.DISTANCES if run.recall and 64 < d <= room]
+    generator = np.random.default_rng((run.seed, 3))
+    return recall.probes(generator, words, text, distances, count, facts)
 
 
 def export(trainer, directory):
@@ -135,10 +163,14 @@ def _draw(folder):
 
 def _show(record, steps):
     bits = f"  held-out {record['heldout']:.4f} bits/byte" if "heldout" in record else ""
+    for distance, share in record.get("recall", {}).items():
+        bits += f"  recall {distance}: {share:.0%}"
     speed = record["tokens"] / record["seconds"]
     low, high = record["load"]
+    names = ("index",) if "index" in record else ("tv", "confidence")
+    others = "".join(f"  {name} {record[name]:.3f}" for name in names)
     print(
-        f"step {record['step'] + 1}/{steps}  loss {record['loss']:.4f}  index {record['index']:.3f}"
+        f"step {record['step'] + 1}/{steps}  loss {record['loss']:.4f}{others}"
         f"  norm {record['norm']:.2f}  load {low:.2f}..{high:.2f}  {speed:,.0f} tokens/s{bits}",
         file=sys.stderr,
         flush=True,

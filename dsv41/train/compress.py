@@ -14,7 +14,7 @@ Source: compress.py, differentiated.
 
 import numpy as np
 
-from ..compress import pool_groups
+from ..compress import line_up, pool_groups
 from ..dispatch import beside, op
 from ..ops import matmul_rows
 from ..rope import rotate
@@ -32,20 +32,11 @@ def pool_groups_backward(dpooled, u, g):
     return du, du * (u - pooled)
 
 
-def group_rows(batch, ratio):
-    """(N, m) int: which rows of the call make each entry, in the order of `compress`."""
-    runs = [
-        np.arange(rows.start, rows.start + (end - first) // ratio * ratio).reshape(-1, ratio)
-        for _, rows, first, end in batch.segments()
-    ]
-    return np.concatenate(runs)
-
-
 def compress_backward(dlatent, x, p, ratio, batch, config, numerics):
     """dlatent (N, C) of a call's entries, x (T, D), p the "compressor" parameters; every request
     begins in the call -> dx (T, D), gradients of wkv, norm and, for m > 1, wgate.
     """
-    members = beside(group_rows(batch, ratio), x)
+    members = beside(line_up(batch, ratio).members, x)
     x_of = x[members.ravel()]  # (N * m, D), the rows that were pooled
     shape = (*members.shape, dlatent.shape[1])  # (N, m, C)
     u = matmul_rows(x_of, p["wkv"]["weight"], numerics)

@@ -37,6 +37,7 @@ def index_scores_backward(dscores, q, w, keys, numerics):
     return ddots @ k, dw, ddots.transpose(0, 2, 1) @ q
 
 
+@op
 def selection_backward(q, w, keys, rows, attention, weight, numerics):
     """The index loss of all queries, in blocks, so that no (T, K, J) exists.
 

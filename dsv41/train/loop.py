@@ -7,8 +7,9 @@
 
 A run that is resumed computes the same bits as one that never stopped, because nothing else is
 random or remembered. From `quantised_from` on the forward pass reads every weight, activation and
-cache record through the format it will be stored in (QAT): gradients pass straight through. On a
-CUDA machine the same text runs on CuPy arrays. Source: report, sections 2.5 and 4.2; the sizes are
+cache record through the format it will be stored in (QAT): gradients pass straight through. Behind
+the last of `steps` the model is frozen and its drafter learns for `draft_steps` more. On a CUDA
+machine the same text runs on CuPy arrays. Source: report, sections 2.5 and 4.2; the sizes are
 ours.
 """
 
@@ -24,12 +25,15 @@ from ..dispatch import beside, to_host
 from ..init import random_params
 from ..quant import FLOAT32, OFFICIAL, WEIGHT_FP8
 from ..tensors import flatten, nest
+from .draft import draft_loss_and_grads, sample_anchors
 from .losses import bits_per_byte
-from .model import Documents, Options, evaluate, loss_and_grads, stored_weights
+from .many import scale_all, square_sums
+from .model import Documents, Options, best_tokens, evaluate, loss_and_grads, stored_weights
 from .ops import sum_rows
 from .optimizer import Optimizer
-from .packing import Batches
-from .schedule import Schedule, balance_bias
+from .packing import BOS, Batches
+from .recall import accuracy
+from .schedule import BIAS_SPEED, Schedule, balance_bias
 
 
 @dataclass(frozen=True)
@@ -44,11 +48,17 @@ class Run:
     warmup: int = 50
     decay_from: int = 500
     micro: int = 0  # most tokens of one backward pass; 0: the whole batch at once
+    wide_until: int = 0  # before this step selections hold `wide_topk` entries
+    wide_topk: int = 512
     quantised_from: int = 10**9  # first step with the quantisers on
     clip: float = 1.0
     balance: float = 1e-4
+    bias_speed: float = BIAS_SPEED  # of the routers' biases; falls with the learning rate
     index: float = 1.0
-    recall: int = 0  # recall documents a step, besides the batch
+    recall: int = 0  # samples of recall documents a step, besides the batch
+    draft_steps: int = 0  # steps of the drafter, after all others
+    draft_peak: float = 3e-3
+    anchors: int = 64  # drafts that are cut out of a document
     seed: int = 0
     save_every: int = 100
     evaluate_every: int = 100
@@ -64,6 +74,21 @@ class Run:
         warmup = min(self.warmup, decay_from)
         return Schedule(self.peak, self.final, warmup, decay_from, self.steps)
 
+    @property
+    def draft_schedule(self):
+        steps = self.draft_steps
+        return Schedule(self.draft_peak, self.draft_peak / 10, steps // 20, steps // 2, steps)
+
+    @property
+    def all_steps(self):
+        return self.steps + self.draft_steps
+
+    def rate(self, step):
+        """The learning rate of a step of either phase."""
+        if step < self.steps:
+            return self.schedule.lr(step)
+        return self.draft_schedule.lr(step - self.steps)
+
 
 class Trainer:
     """A run's weights, optimizer and place, and the data it reads.
@@ -75,6 +100,7 @@ class Trainer:
     def __init__(self, config, run, documents, classes, folder, more=None, like=None):
         self.config, self.run, self.folder = config, run, Path(folder)
         self.classes, self.more, self.like = classes, more, like
+        self.wide = config.but(index_topk=run.wide_topk) if run.wide_until else config
         self.batches = Batches(documents, run.length, run.batch, run.seed)
         self.params = to_masters(random_params(config, np.random.default_rng(run.seed)), like)
         self.optimizer = Optimizer(config, self.params)
@@ -92,18 +118,18 @@ class Trainer:
         clock, step = [time.perf_counter()], self.done
         documents = self._documents(step)
         clock.append(time.perf_counter())
-        grads, info = self._loss_and_grads(documents, step)
+        learn = self._loss_and_grads if step < self.run.steps else self._draft_loss_and_grads
+        grads, info = learn(documents, step)
         norm = clip(grads, self.run.clip, step)  # reads all gradients, so a GPU has finished them
         clock.append(time.perf_counter())
-        rate = self.run.schedule.lr(step)
+        rate = self.run.rate(step)
         self.optimizer.step(grads, rate)
-        for layer, load in info["load"].items():
-            balance_bias(self.params["layers"][layer]["ffn"]["gate"], load)
+        self._balance(info["load"], step, rate)
         self.done += 1
         clock.append(time.perf_counter())
-        record = {"step": step, "loss": info["next_token"], "index": info["index"], "norm": norm}
-        record |= {"balance": info["balance"], "rate": rate, "load": load_range(info["load"])}
-        record |= {"tokens": sum(map(len, documents.ids)), "seconds": clock[-1] - clock[0]}
+        record = {"step": step, **info["losses"], "norm": norm, "rate": rate}
+        record |= {"load": load_range(info["load"]), "tokens": sum(map(len, documents.ids))}
+        record |= {"seconds": clock[-1] - clock[0]}
         return record | {"parts": np.diff(clock).round(4).tolist()}
 
     def log(self, record):
@@ -116,6 +142,20 @@ class Trainer:
         """Bits per byte of held-out documents (lists of ids, bos and eos included)."""
         nats = sum(self._nats(some) for some in documents)
         return bits_per_byte(nats, text_bytes)
+
+    def recall(self, asked):
+        """{distance: share of right answers} of a list of `recall.Recall`, a few at a time."""
+        weights, numerics = self._weights(self.done)
+        guesses, size = [], max(1, self.run.length * self.run.batch // len(asked[-1].ids))
+        for begin in range(0, len(asked), size):
+            some = asked[begin : begin + size]
+            documents = [np.concatenate([[BOS], one.ids]) for one in some]
+            first = np.cumsum([0, *map(len, documents)])[:-1]
+            at = np.concatenate([f + one.answers for f, one in zip(first, some, strict=True)])
+            options = Options(self.classes)
+            found = best_tokens(weights, self.config, documents, at, numerics, options)
+            guesses += np.split(found, np.cumsum([len(one.answers) for one in some])[:-1])
+        return accuracy(asked, guesses)
 
     def save(self):
         """Write state.npz; a kill at any moment leaves the old file or the new one."""
@@ -154,6 +194,14 @@ class Trainer:
         ]
         return Documents(ids + (self.more(step) if self.more else []))
 
+    def _balance(self, load, step, rate):
+        """Move the biases of the routers that chose, of the model's layers or the drafter's."""
+        run = self.run
+        part, peak = ("layers", run.peak) if step < run.steps else ("mtp", run.draft_peak)
+        for layer, counts in load.items():
+            gate = self.params[part][layer]["ffn"]["gate"]
+            balance_bias(gate, counts, run.bias_speed * rate / peak)
+
     def _weights(self, step):
         """What the forward pass reads at this step, and its numerics."""
         if step < self.run.quantised_from:
@@ -164,17 +212,42 @@ class Trainer:
         """Gradients of the mean over all predicted tokens, micro-batch by micro-batch."""
         weights, numerics = self._weights(step)
         options = Options(self.classes, self.run.balance, self.run.index)
+        config = self.wide if step < self.run.wide_until else self.config
         parts, grads, load = micro_batches(documents, self.run.micro), None, {}
-        whole, sums = len(documents.targets()[0]), {"next_token": 0.0, "index": 0.0, "balance": 0.0}
+        whole = len(documents.targets()[0])
+        sums = {"next_token": 0.0, "index": 0.0, "balance": 0.0}
         for part in parts:
-            loss, some, info = loss_and_grads(weights, self.config, part, numerics, options)
+            loss, some, info = loss_and_grads(weights, config, part, numerics, options)
             if not np.isfinite(loss):
                 raise FloatingPointError(f"step {step}: the loss is {loss}")
             share = info["targets"] / whole
             grads = some if len(parts) == 1 else accumulate(grads, some, share)
             sums = {name: total + share * info[name] for name, total in sums.items()}
             load = {layer: load.get(layer, 0) + count for layer, count in info["load"].items()}
-        return grads, {**sums, "load": load}
+        losses = {"loss": sums["next_token"], "index": sums["index"], "balance": sums["balance"]}
+        return grads, {"losses": losses, "load": load}
+
+    def _draft_loss_and_grads(self, documents, step):
+        """The drafter's gradients, micro-batch by micro-batch, at anchors drawn for the step."""
+        weights, numerics = self._weights(step)
+        generator, parts = np.random.default_rng((self.run.seed, step, 2)), []
+        for part in micro_batches(documents, self.run.micro):
+            part = Documents([ids for ids in part.ids if len(ids) > 2])
+            parts.append((part, sample_anchors(part, self.run.anchors, generator)))
+        whole, grads, losses, load = sum(len(a) for _, some in parts for a in some), None, {}, {}
+        for part, anchors in parts:
+            loss, some, info = draft_loss_and_grads(
+                weights, self.config, part, anchors, numerics, Options(self.classes)
+            )
+            if not np.isfinite(loss):
+                raise FloatingPointError(f"step {step}: the loss is {loss}")
+            share = sum(map(len, anchors)) / whole
+            grads = some if len(parts) == 1 else accumulate(grads, some, share)
+            for name in ("ce", "tv", "confidence"):
+                losses[name] = losses.get(name, 0.0) + share * info[name]
+            for stage, count in info["load"].items():  # drafts are text
+                load[stage] = load.get(stage, 0) + np.stack([count, 0 * count])
+        return grads, {"losses": {"loss": losses["ce"], **losses}, "load": load}
 
     def _nats(self, documents):
         weights, numerics = self._weights(self.done)
@@ -238,14 +311,13 @@ def clip(grads, most, step):
     FloatingPointError names the first tensor with a gradient that is not finite.
     """
     values = {k: v[1] if isinstance(v, tuple) else v for k, v in flatten(grads).items()}
-    squares = {name: float(np.sum(value * value)) for name, value in values.items()}
-    norm = float(np.sqrt(sum(squares.values())))
+    squares = square_sums(list(values.values()))
+    norm = float(np.sqrt(np.sum(squares)))
     if not np.isfinite(norm):
-        first = next(name for name, square in squares.items() if not np.isfinite(square))
+        first = list(values)[int(np.argmin(np.isfinite(squares)))]
         raise FloatingPointError(f"step {step}: the gradient of {first} is not finite")
     if norm > most:
-        for value in values.values():
-            value *= np.float32(most / norm)
+        scale_all(list(values.values()), np.float32(most / norm))
     return norm
 
 

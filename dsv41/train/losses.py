@@ -19,6 +19,7 @@ import math
 
 import numpy as np
 
+from ..dispatch import op
 from ..ops import sigmoid
 
 DRAFT_WEIGHTS = {"ce": 0.1, "tv": 0.9, "confidence": 1.0}
@@ -37,6 +38,7 @@ def bits_per_byte(nats, count):
     return nats / (count * math.log(2))
 
 
+@op
 def balance_loss(scores, chosen, order, documents):
     """scores (T, E) > 0 of a router, chosen (T, k) experts, order (T,) the token's document, how
     many there are -> loss, 1 when balanced, and dscores (T, E).

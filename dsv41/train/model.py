@@ -21,12 +21,12 @@ import numpy as np
 from ..batch import TEXT, make_batch
 from ..cache import Cache
 from ..call import Call
-from ..dispatch import beside, block_elements
+from ..dispatch import beside, block_elements, to_host
 from ..formats import round_bf16
 from ..mhc import hc_collapse, initial_streams
 from ..model import engram_rows
 from ..ops import matmul_rows, rmsnorm, rows
-from ..quant import FLOAT32, WEIGHT_FP4, WEIGHT_FP8, dequantize_tiles, quantize_tiles
+from ..quant import FLOAT32, TILE, WEIGHT_FP4, WEIGHT_FP8, dequantize_tiles, quantize_tiles
 from ..tensors import expected_tensors, flatten, nest
 from .block import Back, block_backward, block_forward
 from .losses import cross_entropy
@@ -112,6 +112,18 @@ def evaluate(params, config, documents, numerics=FLOAT32, options=None):
         for rows in row_blocks(x, head)
     )
     return sum(float(np.sum(nats)) for nats in pieces), len(x)
+
+
+def best_tokens(params, config, documents, at, numerics=FLOAT32, options=None):
+    """The likeliest next token behind each of the rows `at` (n,) of the documents laid end to end
+    -> (n,) int64 on the host.
+    """
+    documents = documents if isinstance(documents, Documents) else Documents(list(documents))
+    call = open_call(params, config, documents, numerics, (options or Options()).classes)
+    streams, pre, _ = run_forward(params, documents, call)
+    at = beside(np.asarray(at), streams)
+    x = last_x(streams[at], pre[at], params, call)
+    return to_host(np.argmax(matmul_rows(x, params["head"]["weight"], numerics), axis=1))
 
 
 def open_call(params, config, documents, numerics, classes=None):
@@ -209,17 +221,26 @@ class StoredRows:
 def stored_weights(params, config):
     """float masters -> the values that a checkpoint would hold, as dense floats, nested alike.
 
-    FP8 in tiles, FP4 in rows, bf16 where the file is bf16; the rest is the same arrays.
+    FP8 in tiles, FP4 in rows, bf16 where the file is bf16; the rest is the same arrays. Tensors of
+    one layout and shape, such as the experts of all layers, are rounded together.
     """
-    specs = expected_tensors(config)
-    return nest({name: _stored(leaf, specs[name]) for name, leaf in flatten(params).items()})
+    specs, leaves, alike, stored = expected_tensors(config), flatten(params), {}, {}
+    for name, leaf in leaves.items():
+        alike.setdefault((specs[name].layout, specs[name].dtype, leaf.shape), []).append(name)
+    for (layout, dtype, _), names in alike.items():
+        some = [leaves[name] for name in names]
+        stored |= zip(names, _stored(some, layout, dtype), strict=True)
+    return nest({name: stored[name] for name in leaves})
 
 
-def _stored(leaf, spec):
-    if spec.layout == "tiles":
-        return dequantize_tiles(*quantize_tiles(leaf))
-    if spec.layout == "rows":
-        return WEIGHT_FP4.fake(leaf)
-    if spec.layout == "table":
-        return StoredRows(leaf)
-    return round_bf16(leaf) if spec.dtype == "BF16" else leaf
+def _stored(leaves, layout, dtype):
+    """Tensors of one shape -> their stored values, in order."""
+    if layout == "table":
+        return [StoredRows(leaf) for leaf in leaves]
+    if layout == "tiles" and leaves[0].shape[0] % TILE:  # a tile would reach into the next tensor
+        return [dequantize_tiles(*quantize_tiles(leaf)) for leaf in leaves]
+    if layout == "tiles":
+        return np.split(dequantize_tiles(*quantize_tiles(np.concatenate(leaves))), len(leaves))
+    if layout == "rows":
+        return list(WEIGHT_FP4.fake(np.stack(leaves)))
+    return list(round_bf16(np.stack(leaves))) if dtype == "BF16" else leaves

@@ -17,6 +17,8 @@ import math
 
 import numpy as np
 
+from .many import many, scale_add
+
 STEEP, FLAT = (3.4445, -4.7750, 2.0315), (2.0, -1.5, 0.5)
 HYBRID = (STEEP,) * 8 + (FLAT,) * 2
 MOMENTUM, GAMMA = 0.95, 0.18
@@ -46,6 +48,12 @@ def nesterov(momentum, g, mu=MOMENTUM):
     return mu * momentum + g
 
 
+@many
+def nesterov_all(momenta, grads, mu=MOMENTUM):
+    """`nesterov` for lists of arrays -> list of directions."""
+    return [nesterov(m, g, mu) for m, g in zip(momenta, grads, strict=True)]
+
+
 def muon_update(direction, gamma=GAMMA):
     """direction (..., n, m) -> what a step with learning rate 1 subtracts from the weight."""
     return newton_schulz(direction) * (gamma * math.sqrt(max(direction.shape[-2:])))
@@ -65,9 +73,9 @@ def muon_step(jobs, decay, gamma=GAMMA):
         for start in range(0, len(group), size):
             batch = group[start : start + size]
             updates = muon_update(np.stack([direction for _, direction, _ in batch]), gamma)
-            for (weight, _, lr), update in zip(batch, updates, strict=True):
-                weight *= 1 - lr * decay
-                weight -= lr * update
+            weights, _, rates = zip(*batch, strict=True)
+            keep, step = [1 - lr * decay for lr in rates], [-lr for lr in rates]
+            scale_add(list(weights), keep, list(updates), step)
 
 
 def matrix_rows(name, shape, config):

@@ -24,6 +24,7 @@ from ..formats import E4M3
 from ..ops import dense, sigmoid, silu, sqrt_softplus
 
 
+@op
 def rmsnorm_backward(dy, x, weight, eps):
     """dy, x (..., C), weight (C,) -> dx (..., C), dweight (C,)."""
     r = 1 / np.sqrt(np.mean(x * x, axis=-1, keepdims=True) + eps)
@@ -66,6 +67,7 @@ def silu_slope(x):
     return s * (1 + x * (1 - s))
 
 
+@op
 def swiglu_backward(dy, gate, up, limit):
     """dy, gate, up (..., F) -> dgate, dup (..., F). A value on the limit itself still moves."""
     a, u = gate, up

@@ -21,7 +21,7 @@ import numpy as np
 
 from ..tensors import expected_tensors, flatten
 from . import adamw, muon
-from .adamw import adamw_step
+from .adamw import adamw_steps
 from .schedule import ENGRAM_FACTOR
 from .sinkhorn_update import STEPS, TAU, sinkhorn_step
 
@@ -102,16 +102,13 @@ class Optimizer:
         tensors and selection biases are ignored. ValueError, before anything moves, for a gradient
         that does not fit.
         """
-        leaves, jobs = flatten(self.params), []
+        leaves, work = flatten(self.params), {"muon": [], "sinkhorn": [], "adamw": []}
         for name, grad in self._used(flatten(grads), leaves).items():
-            work = name, leaves[name], grad, lr * self._factor(name)
-            if self.rules[name] == "muon":
-                jobs += self._muon_jobs(*work)
-            elif self.rules[name] == "sinkhorn":
-                self._sinkhorn(*work)
-            else:
-                self._adamw(*work)
-        muon.muon_step(jobs, self.hyper.weight_decay, self.hyper.gamma)
+            work[self.rules[name]].append((name, leaves[name], grad, lr * self._factor(name)))
+        self._muon(work["muon"])
+        self._adamw(work["adamw"])
+        for one in work["sinkhorn"]:
+            self._sinkhorn(*one)
 
     def _used(self, grads, leaves):
         """The checked gradients of tensors that train, in the order of params."""
@@ -122,27 +119,32 @@ class Optimizer:
             _check_grad(name, leaves[name], grad, self.rules[name])
         return used
 
-    def _muon_jobs(self, name, weight, grad, lr):
-        """The matrices stacked in one tensor, as views, each with its direction."""
-        direction = muon.nesterov(self.state[name]["momentum"], grad, self.hyper.momentum)
-        jobs, start = [], 0
-        for count in muon.matrix_rows(name, weight.shape, self.config):
-            rows = slice(start, start + count)
-            jobs.append((weight[rows], direction[rows], lr))
-            start += count
-        return jobs
+    def _muon(self, work):
+        momenta = [self.state[name]["momentum"] for name, *_ in work]
+        directions = muon.nesterov_all(momenta, [grad for *_, grad, _ in work], self.hyper.momentum)
+        jobs = []
+        for (name, weight, _, lr), direction in zip(work, directions, strict=True):
+            start = 0
+            for count in muon.matrix_rows(name, weight.shape, self.config):
+                rows = slice(start, start + count)  # one of the matrices stacked in the tensor
+                jobs.append((weight[rows], direction[rows], lr))
+                start += count
+        muon.muon_step(jobs, self.hyper.weight_decay, self.hyper.gamma)
 
     def _sinkhorn(self, name, weight, grad, lr):
         h, momentum = self.hyper, self.state[name]["momentum"]
         constants = dict(steps=h.sinkhorn_steps, tau=h.tau, eps=h.eps)
         sinkhorn_step(weight, momentum, grad, lr, h.momentum, h.gamma, **constants)
 
-    def _adamw(self, name, weight, grad, lr):
-        h, state = self.hyper, self.state[name]
-        state["step"] += 1
-        decay = h.weight_decay if is_norm(name) else 0.0
-        m, v, t = state["m"], state["v"], int(state["step"])
-        adamw_step(weight, m, v, t, grad, lr, decay, h.betas, h.eps)
+    def _adamw(self, work):
+        h, states = self.hyper, [self.state[name] for name, *_ in work]
+        for state in states:
+            state["step"] += 1
+        m, v, t = ([state[key] for state in states] for key in ("m", "v", "step"))
+        decays = [h.weight_decay if is_norm(name) else 0.0 for name, *_ in work]
+        _, weights, grads, rates = zip(*work, strict=True) if work else ((),) * 4
+        lists = list(weights), m, v, [int(n) for n in t], list(grads), rates, decays
+        adamw_steps(*lists, h.betas, h.eps)
 
     def _factor(self, name):
         if name.endswith(".engram.embed.weight"):

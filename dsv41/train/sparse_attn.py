@@ -70,6 +70,7 @@ def _probabilities(q, kv, valid, sink, scale):
     return weight / total, rest / total
 
 
+@op
 def rope_sparse_attn_backward(
     do, q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
 ):

@@ -1,9 +1,15 @@
 """Where CUDA sources become callable kernels.
 
 A kernel lives in <op>/kernel.cu and is compiled by NVRTC through CuPy the first time it is asked
-for, with the sizes that the compiler should know as macros. Headers of our own are put in the place
-of their #include, so the source text, which is the cache key, is the whole program and a changed
-file is never served from an old binary. `grid` counts blocks of threads for n pieces of work.
+for, with the sizes that the compiler should know as macros. CuPy keys its cache by the source text
+but not by what the text includes, so our own headers (`#include "name.cuh"`, beside kernel.cu or in
+this folder) are put in place of their #include lines: a changed header is a changed source. Lines
+
+    // build: S=4 PASSES=39
+    // build: sm_90a HEADS=64
+
+in kernel.cu list the macros that it is used with; sm_90a, which wgmma needs, is also taken from
+there. nvrtc.py compiles the same sources without a GPU. `grid` counts blocks, `launch` launches.
 """
 
 import functools
@@ -11,35 +17,93 @@ import re
 from pathlib import Path
 
 THREADS = 256
+HERE = Path(__file__).parent
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel gets without asking
+
+_INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
+_BUILD = re.compile(r"^//[ \t]*build:[ \t]*(.*)$", re.MULTILINE)
+
+
+def source(op):
+    """The text of <op>/kernel.cu with our headers spliced in, each where it is first included.
+
+    A name that ends in .cu is that file of this folder.
+    """
+    seen = set()
+    folder, first = (HERE, op) if op.endswith(".cu") else (HERE / op, "kernel.cu")
+
+    def splice(folder, name):
+        path = next((p for p in (folder / name, HERE / name) if p.exists()), None)
+        if path is None:
+            raise FileNotFoundError(f'{op}: no file for #include "{name}"')
+        if path in seen:
+            return ""
+        seen.add(path)
+        text = path.read_text(encoding="utf-8").replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda match: splice(path.parent, match[1]), text)
+
+    return splice(folder, first)
+
+
+def builds(op):
+    """-> list of (arch, macros): the `// build:` lines of <op>/kernel.cu, or one plain build."""
+    lines = _BUILD.findall(source(op)) or [""]
+    words = [line.split() for line in lines]
+    arch = "sm_90a" if any("sm_90a" in line for line in words) else "sm_90"
+    pairs = [[word.split("=", 1) for word in line if "=" in word] for line in words]
+    return [(arch, {key: value for key, value in line}) for line in pairs]
+
+
+def options(arch, macros):
+    """NVRTC's options of one build. sm_90 is left to CuPy, which names the GPU it finds."""
+    target = (f"-arch={arch}",) if arch != "sm_90" else ()
+    return ("--std=c++17", *target, *(f"-D{key}={value}" for key, value in macros.items()))
+
+
+@functools.cache
+def module(op, arch=None, **macros):
+    """<op>/kernel.cu compiled with -D macros, for `arch` or the one its build lines name."""
+    import cupy
+
+    return cupy.RawModule(code=source(op), options=options(arch or builds(op)[0][0], macros))
 
 
 @functools.cache
 def kernel(op, name, shared=0, arch=None, **macros):
     """The compiled kernel `name` of <op>/kernel.cu, with -D macros.
 
-    `shared` is the most dynamic shared memory that a launch will ask for, in bytes; `arch` names a
-    target that CuPy does not choose by itself, "sm_90a" for instance.
+    `shared` is the most dynamic shared memory that a launch will ask for, in bytes.
     """
-    import cupy
-
-    code = source(Path(__file__).parent / op / "kernel.cu")
-    target = (f"-arch={arch}",) if arch else ()
-    options = ("--std=c++17", *target, *(f"-D{key}={value}" for key, value in macros.items()))
-    found = cupy.RawModule(code=code, options=options).get_function(name)
+    found = module(op, arch, **macros).get_function(name)
     if shared > STATIC_SHARED:
         found.max_dynamic_shared_size_bytes = shared
     return found
 
 
-def source(path):
-    """The text of a CUDA file with its `#include "..."` lines replaced by the files they name."""
-    text = path.read_text(encoding="utf-8")
-    return re.sub(
-        r'^#include "([^"]+)"$', lambda found: source(path.parent / found[1]), text, flags=re.M
-    )
-
-
 def grid(count, threads=THREADS):
     """Blocks of `threads` that cover `count` threads, as a launch dimension."""
     return (-(-count // threads),)
+
+
+def launch(kernel, blocks, threads, arguments, shared=0):
+    """Launch on the current stream; nothing happens when there are no blocks."""
+    blocks, threads = _dimension(blocks), _dimension(threads)
+    if min(blocks) > 0:
+        kernel(blocks, threads, arguments, shared_mem=shared)
+
+
+def numba_stream(like):
+    """The current CuPy stream for a Numba launch, so that both libraries keep one order.
+
+    0, Numba's default, for NumPy arrays: then Numba's simulator runs.
+    """
+    if not hasattr(like, "__cuda_array_interface__"):
+        return 0
+    import cupy
+    from numba import cuda
+
+    return cuda.external_stream(cupy.cuda.get_current_stream().ptr)
+
+
+def _dimension(size):
+    return size if isinstance(size, tuple) else (size,)

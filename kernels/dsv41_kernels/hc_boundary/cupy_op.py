@@ -85,7 +85,7 @@ def units(width):
 @functools.cache
 def processors():
     """Streaming multiprocessors of the current GPU."""
-    return cupy.cuda.runtime.getDeviceProperties(cupy.cuda.Device().id)["multiProcessorCount"]
+    return cupy.cuda.Device().attributes["MultiProcessorCount"]
 
 
 def _settings(config):
@@ -165,7 +165,7 @@ def _thin(arguments, tokens, count, halves, config, macros):
     squares = cupy.empty((tiles, halves, 16), cupy.float32)
     shared = 4 * (count * 16 * (SUMS + 1) + 16 + 16)
     arguments = (*arguments, sums, squares, counters(tiles), np.int64(tokens), *_settings(config))
-    run = kernel("hc_boundary", "thin", shared=shared, arch="sm_90a", **macros)
+    run = kernel("hc_boundary", "thin", shared=shared, **macros)
     return run, (tiles * halves,), (32 * (count + 1),), arguments, shared
 
 
@@ -179,7 +179,7 @@ def _wide(arguments, tokens, count, halves, config, macros):
     shared = fragments + 4 * (2 * GROUP + 4 * 16 + WARPS * 4 * 16 * 8 + 4)
     scratch = sums, squares, collapsed, counters(groups)
     arguments = (*arguments, *scratch, np.int64(tokens), *_settings(config))
-    run = kernel("hc_boundary", "wide", shared=shared, arch="sm_90a", **macros)
+    run = kernel("hc_boundary", "wide", shared=shared, **macros)
     return run, (teams * slices,), (32 * WIDE_WARPS,), arguments, shared
 
 

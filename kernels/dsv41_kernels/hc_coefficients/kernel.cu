@@ -8,6 +8,8 @@
 // batch can change, and the pieces are added in order: a row's bits are its own.
 #include "../mhc.cuh"
 
+// build: S=4
+
 constexpr int PIECE = 512;
 constexpr int ROWS = 4;    // tokens of a warp: each number of fn that it loads serves all of them
 constexpr int TOKENS = 16; // tokens of a block of 4 warps

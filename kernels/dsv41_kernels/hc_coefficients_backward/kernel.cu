@@ -8,6 +8,9 @@
 // launches instead of several hundred. No atomics: every sum has one order, set by T alone.
 #include "../mhc.cuh"
 
+// build: S=4 PASSES=39
+// build: S=4 PASSES=1
+
 constexpr int TOKENS = 32;  // of a block of through_sets
 constexpr int SPAN = 128;   // tokens that one thread of stream_gradients adds up
 

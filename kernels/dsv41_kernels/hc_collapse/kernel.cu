@@ -3,6 +3,9 @@
 // bytes a token, which is all that this step can cost.
 #include "../mhc.cuh"
 
+// build: S=4 ROUND=0
+// build: S=4 ROUND=1
+
 extern "C" __global__ void hc_collapse(const Stored* streams, const float* pre, Stored* x,
                                        int tiles, int width) {
   long long t = blockIdx.x / tiles;

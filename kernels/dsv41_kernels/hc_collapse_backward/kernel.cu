@@ -3,6 +3,8 @@
 // A warp walks along one token: 4 (2 S + 1) D bytes, and its S sums meet in a fixed order.
 #include "../mhc.cuh"
 
+// build: S=4
+
 extern "C" __global__ void hc_collapse_backward(const float* dx, const float* streams,
                                                 const float* pre, float* dstreams, float* dpre,
                                                 long long tokens, int width) {

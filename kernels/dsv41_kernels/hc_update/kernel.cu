@@ -4,6 +4,9 @@
 // The order of operations is written out: streams in order with FMA, then the rounded post * y.
 #include "../mhc.cuh"
 
+// build: S=4 ROUND=0
+// build: S=4 ROUND=1
+
 extern "C" __global__ void hc_update(const Stored* streams, const Stored* y, const float* post,
                                      const float* comb, Stored* out, int tiles, int width) {
   long long t = blockIdx.x / tiles;

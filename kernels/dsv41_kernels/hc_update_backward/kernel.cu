@@ -6,6 +6,8 @@
 // meet in a fixed order.
 #include "../mhc.cuh"
 
+// build: S=4
+
 extern "C" __global__ void __launch_bounds__(256)
 hc_update_backward(const float* dnew, const float* streams, const float* y, const float* post,
                    const float* comb, float* dstreams, float* dy, float* dpost, float* dcomb,

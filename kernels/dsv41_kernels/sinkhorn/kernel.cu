@@ -3,6 +3,8 @@
 // and its passes change 2 * S factors instead of S * S numbers (../mhc.cuh).
 #include "../mhc.cuh"
 
+// build: S=4
+
 extern "C" __global__ void sinkhorn(const float* logits, float* out, long long count, int iterations,
                                     float eps) {
   long long matrix = blockIdx.x * (long long)blockDim.x + threadIdx.x;

@@ -1,0 +1,53 @@
+// Score and select for a ragged batch, in one launch: the definition is dsv41/selection.py.
+//
+// q (T, HEADS, CHANNELS) f32, w (T, HEADS) f32, keys (rows, RECORD_BYTES), pages (R, width) i64,
+// order (T) i64, visible (T) i64 -> chosen (T, k) i64 and, with budget > 0, blocks (T, budget) i64.
+// Scores are as in score.cuh, the choice as in topk.cuh. Scores never leave the chip: the keys of one
+// query, `longest` of them at most, stay in shared memory as integers of 4 bytes.
+// build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
+// build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
+// build: HEADS=32 CHANNELS=128 PACKED=1 BF16=1
+#include "score.cuh"
+#include "topk.cuh"
+
+// the newest block counts as +inf, others by the best of their visible entries
+__device__ __forceinline__ void rank_blocks(const unsigned* keys, int n, int size, unsigned* best) {
+  int count = (n + size - 1) / size;
+  for (int b = threadIdx.x; b < count; b += blockDim.x) {
+    unsigned top = b == count - 1 ? KEY_OF_INFINITY : 0u;
+    for (int i = b * size; i < min(n, b * size + size); ++i) top = max(top, keys[i]);
+    best[b] = top;
+  }
+  __syncthreads();
+}
+
+__device__ __forceinline__ void choose(const unsigned* keys, int n, long long t, int k, int size,
+                                       int budget, unsigned* best, long long* chosen,
+                                       long long* blocks) {
+  auto same = [](int i) { return (long long)i; };
+  write_best(keys, n, k, chosen + t * k, same);
+  if (budget == 0) return;
+  rank_blocks(keys, n, size, best);
+  write_best(best, (n + size - 1) / size, budget, blocks + t * budget, same);
+}
+
+// v1: one block of threads per query, one key per thread and turn. With few heads the compiler keeps
+// the whole query in registers, so that a fused multiply-add costs no load; small blocks leave room
+// for three per SM, one choosing while the others score.
+extern "C" __global__ void __launch_bounds__(128, 2)
+    choose_v1(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, long long* chosen, long long* blocks,
+              int width, int per_page, int k, int size, int budget, int longest) {
+  extern __shared__ unsigned pool[];  // keys (longest), then the blocks' best
+  __shared__ __align__(16) float my_q[HEADS * CHANNELS];
+  __shared__ float my_w[HEADS];
+  long long t = blockIdx.x;
+  int n = (int)min(visible[t], (long long)longest);
+  load_query(q, w, t, my_q, my_w);
+  __syncthreads();
+  const long long* table = pages + order[t] * width;
+  for (int j = threadIdx.x; j < n; j += blockDim.x)
+    pool[j] = order_key(score(my_q, my_w, record_of(keys, table, per_page, j)));
+  __syncthreads();
+  choose(pool, n, t, k, size, budget, pool + longest, chosen, blocks);
+}

@@ -1,0 +1,45 @@
+"""What the indexer's kernels share on the host: which shapes they know, and how arrays go in.
+
+A wrapper of these kernels falls back to the definition, on CuPy arrays, where `macros` knows no
+kernel for the shapes and numerics that it was given, or where a row of scores does not fit into
+the shared memory of one block of threads.
+"""
+
+import numpy as np
+
+from .arguments import cuda_array
+
+MOST_HEADS, MOST_CHANNELS = 64, 128  # what a thread keeps in registers and a block in shared memory
+FORMATS = {"float32": 0, "MXFP4": 1}  # numerics.index.name -> PACKED
+SHARED_BYTES = 200 * 1024  # for a block of threads on Hopper, beside its static arrays
+
+
+def macros(q, numerics):
+    """The macros of score.cuh for q (T, I, J), or None where it has no kernel."""
+    heads, channels = q.shape[1:]
+    packed = FORMATS.get(numerics.index.name)
+    if packed is None or q.dtype != np.float32 or channels % 32:
+        return None
+    if not (0 < heads <= MOST_HEADS and 0 < channels <= MOST_CHANNELS):
+        return None
+    return {"HEADS": heads, "CHANNELS": channels, "PACKED": packed, "BF16": int(numerics.bf16)}
+
+
+def query_arrays(q, w):
+    """q (T, I, J), w (T, I), checked and contiguous."""
+    return cuda_array("q", q, np.float32), cuda_array("w", w, np.float32, shape=q.shape[:2])
+
+
+def key_array(keys, channels, numerics, ndim=2):
+    """Index records (..., Z), checked and contiguous."""
+    plain = numerics.index.name == "float32"
+    width = channels if plain else channels // 2 + channels // 32
+    dtype = np.float32 if plain else np.uint8
+    return cuda_array("keys", keys, dtype, ndim=ndim, shape=(*keys.shape[:-1], width))
+
+
+def entry_arrays(entries, tokens):
+    """pages, order, visible of Entries, checked and contiguous."""
+    pages = cuda_array("pages", entries.pages, np.int64, ndim=2)
+    order = cuda_array("order", entries.order, np.int64, shape=(tokens,))
+    return pages, order, cuda_array("visible", entries.visible, np.int64, shape=(tokens,))

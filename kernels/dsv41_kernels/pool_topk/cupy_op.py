@@ -1,0 +1,24 @@
+"""Top-k of listed entries on a GPU; the contract is dsv41.indexer.pool_topk's docstring."""
+
+import cupy
+import numpy as np
+
+from dsv41.indexer import pool_topk as text
+
+from ..arguments import cuda_array
+from ..indexing import SHARED_BYTES
+from ..launch import THREADS, kernel, launch
+
+
+def pool_topk(scores, entries, visible, k):
+    tokens, count = scores.shape
+    if 4 * count > SHARED_BYTES:
+        return text.definition(scores, entries, visible, k)
+    scores = cuda_array("scores", scores, np.float32)
+    entries = cuda_array("entries", entries, np.int64, shape=(tokens, count))
+    visible = cuda_array("visible", visible, np.int64, shape=(tokens,))
+    chosen = cupy.empty((tokens, k), cupy.int64)
+    run = kernel("pool_topk", "topk_v1", shared=SHARED_BYTES)
+    arguments = (scores, entries, visible, chosen, np.int32(count), np.int32(k))
+    launch(run, tokens if k else 0, THREADS, arguments, 4 * count)
+    return chosen
