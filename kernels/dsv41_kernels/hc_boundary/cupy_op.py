@@ -163,7 +163,7 @@ def _thin(arguments, tokens, count, halves, config, macros):
     tiles = -(-tokens // 16)
     sums = cupy.empty((tiles, halves, 16, SUMS), cupy.float32)
     squares = cupy.empty((tiles, halves, 16), cupy.float32)
-    shared = 4 * (count * 16 * (SUMS + 1) + 16 + 16)
+    shared = 4 * (count * 16 * (SUMS + 1 + 4 * 8) + 16)
     arguments = (*arguments, sums, squares, counters(tiles), np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "thin", shared=shared, **macros)
     return run, (tiles * halves,), (32 * (count + 1),), arguments, shared

@@ -53,6 +53,13 @@ __device__ __forceinline__ void mma_bf16(float (&c)[4], unsigned a0, unsigned a1
       : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
 }
 
+// One number from memory to shared memory, behind the thread's back; and the wait for all of them.
+__device__ __forceinline__ void copy_ahead(float* to, const float* from) {
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
+                   (unsigned)__cvta_generic_to_shared(to)), "l"(from));
+}
+__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
+
 // Eight neighbouring channels, as they are stored.
 struct Eight {
 #if BF16_STORED
@@ -99,15 +106,41 @@ struct Place {
   __device__ __forceinline__ bool valid(int r) const { return first + 8 * r <= last; }
 };
 
-// What a unit reads: the streams and y at channel c (already the lane's own).
-struct Inputs {
-  Eight x[2][S], y[2];
-  __device__ __forceinline__ void get(const Stored* streams, const Stored* out, const Place& p, int c) {
+// Where the lane reads its next unit, and where it writes: pointers that step by 32 channels, so that
+// a unit's addresses are constants behind them.
+struct Reads {
+  const Stored *streams[2], *y[2];
+  __device__ __forceinline__ void begin(const Stored* x, const Stored* more, const Place& p, int c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      y[r].get(out + p.row(r) * WIDTH + c);
+      streams[r] = x + p.row(r) * S * WIDTH + c;
+      y[r] = more + p.row(r) * WIDTH + c;
+    }
+  }
+  __device__ __forceinline__ void step() {
+    streams[0] += 32, streams[1] += 32, y[0] += 32, y[1] += 32;
+  }
+};
+
+struct Writes {
+  Stored* out[2];
+  bool valid[2];
+  __device__ __forceinline__ Writes(Stored* to, const Place& p, int c) {
 #pragma unroll
-      for (int j = 0; j < S; ++j) x[r][j].get(streams + (p.row(r) * S + j) * WIDTH + c);
+    for (int r = 0; r < 2; ++r) out[r] = to + p.row(r) * S * WIDTH + c, valid[r] = p.valid(r);
+  }
+  __device__ __forceinline__ void step() { out[0] += 32, out[1] += 32; }
+};
+
+// What a unit reads.
+struct Inputs {
+  Eight x[2][S], y[2];
+  __device__ __forceinline__ void get(const Reads& from) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      y[r].get(from.y[r]);
+#pragma unroll
+      for (int j = 0; j < S; ++j) x[r][j].get(from.streams[r] + j * WIDTH);
     }
   }
 };
@@ -117,22 +150,9 @@ struct Column {
   float comb[S], post, pre;
 };
 
-// Coefficients of a tile, from memory when they are wanted: for a warp that takes one unit.
-struct FromMemory {
-  Mixing<const float> from;
-  Place p;
-  __device__ __forceinline__ Column column(int r, int k) const {
-    Column out;
-#pragma unroll
-    for (int j = 0; j < S; ++j) out.comb[j] = *from.at(p.row(r), 2 * S + j * S + k);
-    out.post = *from.at(p.row(r), S + k), out.pre = *from.at(p.row(r), k);
-    return out;
-  }
-};
-
-// The same from a warp's own shared memory, (S, 16, 8), for one that takes many units: held in
-// registers they would be 48. `fetch` and `keep` are the two ends of a copy that takes its time.
-struct FromShared {
+// Coefficients of a tile in a warp's own shared memory, (S, 16, 8); in registers they would be 48.
+// `fetch` and `wait` are the two ends of a copy that takes its time and no registers.
+struct Rows {
   float* table;
   __device__ __forceinline__ Column column(int r, int k) const {
     const float4* at =
@@ -141,30 +161,21 @@ struct FromShared {
     return {{comb.x, comb.y, comb.z, comb.w}, rest.x, rest.y};
   }
   // Two lanes a token: streams 2 h and 2 h + 1 of pre and post, those rows of comb.
-  struct Copy {
-    float2 pre, post;
-    float4 comb[2];
-  };
-  __device__ __forceinline__ void fetch(Copy& v, Mixing<const float> from, const Place& p) const {
-    int lane = threadIdx.x % 32, h = lane % 2;
+  __device__ __forceinline__ void fetch(Mixing<const float> from, const Place& p) const {
+    int lane = threadIdx.x % 32, h = lane % 2 * 2;
     long long t = min(p.first - lane / 4 + lane / 2, p.last);
-    v.pre = __ldg(reinterpret_cast<const float2*>(from.pre + t * S) + h);
-    v.post = __ldg(reinterpret_cast<const float2*>(from.post + t * S) + h);
-#pragma unroll
-    for (int i = 0; i < 2; ++i)
-      v.comb[i] = __ldg(reinterpret_cast<const float4*>(from.comb + t * S * S) + 2 * h + i);
-  }
-  __device__ __forceinline__ void keep(const Copy& v) const {
-    float* to = table + threadIdx.x % 32 / 2 * 8;
-    int h = 2 * (threadIdx.x % 2);
-    __syncwarp();
-    to[h * 128 + S] = v.post.x, to[(h + 1) * 128 + S] = v.post.y;
-    to[h * 128 + S + 1] = v.pre.x, to[(h + 1) * 128 + S + 1] = v.pre.y;
+    float* to = table + lane / 2 * 8;
+    __syncwarp();  // all lanes have read what lies there
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
-      to[h + i] = v.comb[i].x, to[128 + h + i] = v.comb[i].y;
-      to[256 + h + i] = v.comb[i].z, to[384 + h + i] = v.comb[i].w;
+      copy_ahead(to + (h + i) * 128 + S, from.post + t * S + h + i);
+      copy_ahead(to + (h + i) * 128 + S + 1, from.pre + t * S + h + i);
+#pragma unroll
+      for (int k = 0; k < S; ++k) copy_ahead(to + k * 128 + h + i, from.comb + (t * S + h + i) * S + k);
     }
+  }
+  __device__ __forceinline__ void wait() const {
+    copies_done();
     __syncwarp();
   }
 };
@@ -175,10 +186,16 @@ struct Sums {
   float dot[TILES][4], square[2], collapsed[2];
 };
 
+// The lane's eight numbers of fn for stream k, tile j and its channels from c on.
+__device__ __forceinline__ void get_fn(const float* fn, int k, int j, int c, float4 (&eight)[2]) {
+  int row = 8 * j + threadIdx.x % 32 / 4;
+  const float4* from = reinterpret_cast<const float4*>(fn + (row * S + k) * WIDTH + c);
+  eight[0] = __ldg(from), eight[1] = __ldg(from + 1);
+}
+
 // Eight numbers of one row of fn as three words of bf16 pairs for each of the two k-steps.
-__device__ __forceinline__ void split(const float* at, uint4 (&parts)[PARTS]) {
-  const float4* from = reinterpret_cast<const float4*>(at);
-  float4 low = __ldg(from), high = __ldg(from + 1);
+__device__ __forceinline__ void split(const float4 (&eight)[2], uint4 (&parts)[PARTS]) {
+  float4 low = eight[0], high = eight[1];
   float rest[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
 #pragma unroll
   for (int p = 0; p < PARTS; ++p) {
@@ -193,12 +210,11 @@ __device__ __forceinline__ void split(const float* at, uint4 (&parts)[PARTS]) {
   }
 }
 
-// One unit: new streams, collapsed row (two words a row and pair of channels, in `raw`), sums.
+// One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
 // weights(k, j, parts) gives the lane's share of stream k and tile j.
-template <class Rows, class Weights>
-__device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Place& p, int c,
-                                     Stored* out, unsigned (&raw)[2][4], Sums& sums,
-                                     const Weights& weights) {
+template <class Weights>
+__device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Writes& to,
+                                     unsigned (&raw)[2][4], Sums& sums, const Weights& weights) {
   float x[2][8] = {}, square[2] = {}, dot[TILES][4] = {};
 #pragma unroll
   for (int k = 0; k < S; ++k) {
@@ -223,7 +239,7 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const P
         square[r] = __fmaf_rn(low, low, square[r]);
         square[r] = __fmaf_rn(high, high, square[r]);
       }
-      if (p.valid(r)) put_eight(out + (p.row(r) * S + k) * WIDTH + c, now[r]);
+      if (to.valid[r]) put_eight(to.out[r] + k * WIDTH, now[r]);
     }
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
@@ -395,8 +411,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   extern __shared__ uint4 memory[];
   float(*tables)[16][SUMS] = reinterpret_cast<float(*)[16][SUMS]>(memory);  // [unit]
   float(*collapsed)[16] = reinterpret_cast<float(*)[16]>(tables + UNITS);
-  float* roots = &collapsed[UNITS][0];
-  float* matrix = roots + 16;
+  float* copies = &collapsed[UNITS][0];  // [UNITS] of S * 16 * 8
+  float* matrix = copies + UNITS * S * 16 * 8;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int half = blockIdx.x % HALVES, tile = blockIdx.x / HALVES, tiles = gridDim.x / HALVES;
   long long first = tile * 16ll;
@@ -404,13 +420,22 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   int c = (half * UNITS + warp) * 32 + lane % 4 * 8;
   unsigned raw[2][4];
   if (warp < UNITS) {
+    // everything that the unit needs is asked for at once
+    Reads from;
     Inputs in;
-    in.get(streams, y, p, c);
-    FromMemory rows = {{pre_in, post_in, comb_in}, p};
+    Rows rows = {copies + warp * S * 16 * 8};
+    float4 eight[S][TILES][2];
+    from.begin(streams, y, p, c);
+    in.get(from);
+    rows.fetch({pre_in, post_in, comb_in}, p);
+#pragma unroll
+    for (int k = 0; k < S; ++k)
+#pragma unroll
+      for (int j = 0; j < TILES; ++j) get_fn(fn, k, j, c, eight[k][j]);
+    rows.wait();
     Sums own = {};
-    unit(in, rows, p, c, out, raw, own, [&](int k, int j, uint4(&parts)[PARTS]) {
-      split(fn + ((8ll * j + lane / 4) * S + k) * WIDTH + c, parts);
-    });
+    unit(in, rows, Writes(out, p, c), raw, own,
+         [&](int k, int j, uint4(&parts)[PARTS]) { split(eight[k][j], parts); });
     put_sums(own, &tables[warp][0][0], collapsed[warp]);
   }
   __syncthreads();
@@ -463,11 +488,13 @@ constexpr int FRAGMENTS = 2 * UNITS * S * TILES * PARTS * 32;  // uint4 of a sli
 // A slice of fn into shared memory, in the order in which lanes read it: [unit][stream][tile][part]
 // [lane], 16 bytes each, so a warp's reads are 512 neighbouring bytes.
 __device__ __forceinline__ void put_slice(const float* fn, int slice, uint4* fragments) {
+#pragma unroll 3
   for (int i = threadIdx.x; i < 2 * UNITS * S * TILES * 32; i += 32 * WIDE_WARPS) {
     int lane = i % 32, j = i / 32 % TILES, k = i / 32 / TILES % S, u = i / 32 / TILES / S;
+    float4 eight[2];
     uint4 parts[PARTS];
-    int c = (slice * 2 * UNITS + u) * 32 + lane % 4 * 8;
-    split(fn + ((8ll * j + lane / 4) * S + k) * WIDTH + c, parts);
+    get_fn(fn, k, j, (slice * 2 * UNITS + u) * 32 + lane % 4 * 8, eight);
+    split(eight, parts);
 #pragma unroll
     for (int s = 0; s < PARTS; ++s) fragments[(i / 32 * PARTS + s) * 32 + lane] = parts[s];
   }
@@ -495,6 +522,19 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int slice = blockIdx.x % SLICES, team = blockIdx.x / SLICES, teams = gridDim.x / SLICES;
   int groups = (int)((tokens + GROUP - 1) / GROUP), rounds = (groups - team + teams - 1) / teams;
+  int tile = warp % 4, part = warp / 4 % 2, c = (slice * 2 + part) * UNITS * 32 + lane % 4 * 8;
+  auto place = [&](int round) {
+    return Place((team + round * (long long)teams) * GROUP + tile * 16, tokens);
+  };
+  Rows rows = {tables + warp * S * 16 * 8};
+  Mixing<const float> old = {pre_in, post_in, comb_in};
+  Reads from;
+  Inputs in;
+  if (warp < WARPS) {
+    from.begin(streams, y, place(0), c);
+    if (AHEAD) in.get(from);
+    rows.fetch(old, place(0));
+  }
   put_slice(fn, slice, fragments);
   if (threadIdx.x == 0) *ready = 0;
   __syncthreads();
@@ -533,35 +573,27 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   }
 
   take_registers<224>();
-  int tile = warp % 4, part = warp / 4, c = (slice * 2 + part) * UNITS * 32 + lane % 4 * 8;
   const uint4* own = fragments + part * UNITS * S * TILES * PARTS * 32 + lane;
   uint4* left = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
   constexpr long long NEXT = WARPS * UNITS * 2 * 32;  // from round to round
-  auto place = [&](int round) {
-    return Place((team + round * (long long)teams) * GROUP + tile * 16, tokens);
-  };
-  FromShared rows = {tables + warp * S * 16 * 8};
-  Mixing<const float> old = {pre_in, post_in, comb_in};
-  FromShared::Copy coming_rows;
-  Inputs in;
-  if (AHEAD) in.get(streams, y, place(0), c);
-  rows.fetch(coming_rows, old, place(0));
   for (int round = 0; round <= rounds; ++round) {
     if (round < rounds) {
-      Place p = place(round);
-      rows.keep(coming_rows);
+      Writes to(out, place(round), c);
+      rows.wait();
       Sums total = {};
 #pragma unroll 1
       for (int u = 0; u < UNITS; ++u) {
         Inputs coming;
-        if (!AHEAD) in.get(streams, y, p, c + u * 32);
-        else if (u + 1 < UNITS) coming.get(streams, y, p, c + (u + 1) * 32);
-        else if (round + 1 < rounds) coming.get(streams, y, place(round + 1), c);
+        if (!AHEAD) in.get(from);
+        from.step();
+        if (u + 1 == UNITS && round + 1 < rounds) from.begin(streams, y, place(round + 1), c);
+        if (AHEAD && (u + 1 < UNITS || round + 1 < rounds)) coming.get(from);
         unsigned raw[2][4];
-        unit(in, rows, p, c + u * 32, out, raw, total, [&](int k, int j, uint4(&parts)[PARTS]) {
+        unit(in, rows, to, raw, total, [&](int k, int j, uint4(&parts)[PARTS]) {
 #pragma unroll
           for (int s = 0; s < PARTS; ++s) parts[s] = own[(((u * S + k) * TILES + j) * PARTS + s) * 32];
         });
+        to.step();
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           left[round % 2 * NEXT + (u * 2 + r) * 32] =
@@ -571,7 +603,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       long long slot = ((team * RING + round % RING) * (long long)HALVES + slice * 2 + part) * GROUP;
       put_sums(total, sums + (slot + tile * 16) * SUMS, squares + slot + tile * 16);
       arrive(counters + team + round * teams);
-      if (round + 1 < rounds) rows.fetch(coming_rows, old, place(round + 1));
+      if (round + 1 < rounds) rows.fetch(old, place(round + 1));
     }
     if (round > 0) {
       while (*ready < round) __nanosleep(20);
