@@ -43,3 +43,8 @@ def entry_arrays(entries, tokens):
     pages = cuda_array("pages", entries.pages, np.int64, ndim=2)
     order = cuda_array("order", entries.order, np.int64, shape=(tokens,))
     return pages, order, cuda_array("visible", entries.visible, np.int64, shape=(tokens,))
+
+
+def on_tensor_cores(known):
+    """True for the sizes of score_mma.cuh, those of the released model."""
+    return known["PACKED"] == 1 and (known["HEADS"], known["CHANNELS"]) == (32, 128)
