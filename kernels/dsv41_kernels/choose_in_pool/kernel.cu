@@ -3,12 +3,13 @@
 //
 // q (T, HEADS, CHANNELS) f32, w (T, HEADS) f32, keys (rows, RECORD_BYTES), pages (R, width) i64,
 // order (T) i64, visible (T) i64, blocks (T, budget) i64 ascending, -1 padded -> chosen (T, k) i64.
-// Entry i of a query's list is i % size of its block i / size. Scores as in score.cuh, choice as in
-// topk.cuh; the budget * size keys of one query stay in shared memory.
+// Entry i of a query's list is i % size of its block i / size. Scores as in score.cuh (v1) or
+// score_mma.cuh (v2), choice as in topk.cuh; the budget * size keys of one query stay in shared memory.
 // build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
 // build: HEADS=32 CHANNELS=128 PACKED=1 BF16=1
-#include "score.cuh"
+// build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
+#include "score_mma.cuh"
 #include "topk.cuh"
 
 // v1: one block of threads per query, one listed key per thread and turn.
@@ -32,3 +33,49 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   write_best(pool, budget * size, k, chosen + t * k,
              [&](int i) { return mine[i / size] * size + i % size; });
 }
+
+#if PACKED && HEADS == 32 && CHANNELS == 128
+// v2: blocks of 8 entries, which are 544 bytes in a row, scored on tensor cores by several blocks of
+// threads per query, so that the 16,384 listed keys of a query that is alone do not wait for one SM.
+// listed (T, budget * 8) u32 are the keys of topk.cuh, 0 where an entry is not there.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v2(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, const long long* blocks,
+              unsigned* listed, int width, int per_page, int budget, int chunk) {
+  extern __shared__ __align__(16) unsigned char rings[];
+  int count = budget * RUN, chunks = (count + chunk - 1) / chunk;
+  int begin = blockIdx.x % chunks * chunk, left = min(chunk, count - begin);
+  long long t = blockIdx.x / chunks, n = visible[t];
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  Query query = load_fragments(q + t * HEADS * CHANNELS, w + t * HEADS);
+  const long long *table = pages + order[t] * width, *mine = blocks + t * budget + begin / RUN;
+  unsigned* out = listed + t * count + begin;
+  auto first = [&](int tile, int i) {  // entry where a run begins; n where there is none
+    int place = tile * (TILE / RUN) + i;
+    long long block = place * RUN < left ? mine[place] : -1;
+    return block < 0 ? n : min(n, block * RUN);
+  };
+  auto valid = [&](int tile, int i) { return (int)min(8ll, n - first(tile, i)) * RECORD_BYTES; };
+  auto run = [&](int tile, int i) {
+    long long entry = first(tile, i);
+    return entry < n ? record_of(keys, table, per_page, (int)entry) : keys;
+  };
+  auto take = [&](int tile, float score) {
+    long long entry = first(tile, lane / RUN) + lane % RUN;
+    if (tile * TILE + lane < left) out[tile * TILE + lane] = entry < n ? order_key(score) : 0u;
+  };
+  stream_tiles(rings + warp * STAGES * TILE_BYTES, warp, (left + TILE - 1) / TILE, 8, query, run, valid,
+               take);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    settle_v2(const unsigned* listed, const long long* blocks, long long* chosen, int k, int budget) {
+  extern __shared__ unsigned pool[];
+  long long t = blockIdx.x;
+  const long long* mine = blocks + t * budget;
+  for (int i = threadIdx.x; i < budget * RUN; i += blockDim.x) pool[i] = listed[t * budget * RUN + i];
+  __syncthreads();
+  write_best(pool, budget * RUN, k, chosen + t * k,
+             [&](int i) { return mine[i / RUN] * RUN + i % RUN; });
+}
+#endif

@@ -6,12 +6,18 @@ import numpy as np
 from dsv41.indexer import index_scores as text
 
 from ..arguments import require
-from ..indexing import key_array, macros, on_tensor_cores, query_arrays
+from ..indexing import (
+    RING_BYTES,
+    WARPS,
+    key_array,
+    keys_per_block,
+    macros,
+    on_tensor_cores,
+    query_arrays,
+)
 from ..launch import kernel, launch
 
 THREADS = 128
-WARPS, TILE_BYTES, STAGES = 8, 32 * 68, 4  # of v2
-BLOCKS = 264  # two on each of the 132 SMs of a Hopper
 
 
 def index_scores(q, w, keys, numerics):
@@ -35,14 +41,6 @@ def index_scores(q, w, keys, numerics):
 def scores_v2(known, arguments):
     """Keys on tensor cores, split so that every SM has work."""
     tokens, count = arguments[3].shape
-    chunk, shared = keys_per_block(tokens * count), WARPS * STAGES * TILE_BYTES
-    run = kernel("index_scores", "scores_v2", shared=shared, **known)
-    launch(run, tokens * -(-count // chunk), 32 * WARPS, (*arguments, np.int64(chunk)), shared)
-
-
-def keys_per_block(total):
-    """A multiple of what the warps of a block score at once. Keys do not know their neighbours, so
-    the cut changes no score.
-    """
-    step = 32 * WARPS
-    return min(8192, max(step, step * -(-total // (step * BLOCKS))))
+    chunk = keys_per_block(tokens * count)
+    run = kernel("index_scores", "scores_v2", shared=RING_BYTES, **known)
+    launch(run, tokens * -(-count // chunk), 32 * WARPS, (*arguments, np.int64(chunk)), RING_BYTES)
