@@ -28,19 +28,31 @@ def index_scores(q, w, keys, numerics):
     require(not listed or len(keys) == tokens, f"keys: {tokens} lists expected, got {keys.shape}")
     q, w = query_arrays(q, w)
     keys = key_array(keys, q.shape[2], numerics, ndim=3 if listed else 2)
-    scores = cupy.empty((tokens, count), cupy.float32)
-    arguments = (q, w, keys, scores, np.int64(count), np.int64(count if listed else 0))
     if on_tensor_cores(known) and not (listed and count % 4):  # lists begin on 16 bytes
-        scores_v2(known, arguments)
-    else:
-        run = kernel("index_scores", "scores_v1", **known)
-        launch(run, tokens * -(-count // THREADS), THREADS, arguments)
-    return scores
+        return scores_v2(known, q, w, keys)
+    return scores_v1(known, q, w, keys)
 
 
-def scores_v2(known, arguments):
+def scores_v1(known, q, w, keys):
+    """One thread per key and query."""
+    arguments, tokens, count = _arguments(q, w, keys)
+    run = kernel("index_scores", "scores_v1", **known)
+    launch(run, tokens * -(-count // THREADS), THREADS, arguments)
+    return arguments[3]
+
+
+def scores_v2(known, q, w, keys):
     """Keys on tensor cores, split so that every SM has work."""
-    tokens, count = arguments[3].shape
+    arguments, tokens, count = _arguments(q, w, keys)
     chunk = keys_per_block(tokens * count)
     run = kernel("index_scores", "scores_v2", shared=RING_BYTES, **known)
     launch(run, tokens * -(-count // chunk), 32 * WARPS, (*arguments, np.int64(chunk)), RING_BYTES)
+    return arguments[3]
+
+
+def _arguments(q, w, keys):
+    """q, w, keys, new scores (T, N), N, and the keys from one query to the next; T and N."""
+    tokens, count = len(q), keys.shape[-2]
+    scores = cupy.empty((tokens, count), cupy.float32)
+    per_query = np.int64(count if keys.ndim == 3 else 0)
+    return (q, w, keys, scores, np.int64(count), per_query), tokens, count
