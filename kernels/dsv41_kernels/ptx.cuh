@@ -42,3 +42,52 @@ template <int NEWEST>
 __device__ __forceinline__ void wait_copies() {
   asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
 }
+
+// ---- warp groups (sm_90a) ----------------------------------------------------------------------
+
+#ifdef WARP_GROUPS
+typedef unsigned long long Matrix;  // where wgmma finds b in shared memory
+
+// b (32 rows, 32 bytes of channels), as [half of the channels][8 rows][row][16 bytes], 1,024 bytes
+__device__ __forceinline__ Matrix matrix_at(const void* shared) {
+  unsigned long long start = (unsigned)__cvta_generic_to_shared(shared);
+  return (start & 0x3ffff) >> 4 | 512ull >> 4 << 16 | 128ull >> 4 << 32;
+}
+
+// d (64, 32) f32 = a (64, 32) * b (32, 32)^T, E4M3 numbers, by the four warps of a warp group; returns
+// at once, d is there after finish_products. Warp w holds rows 16 w + g and 16 w + g + 8: of a the
+// bytes 4c .. 4c + 3 (a[0], a[1]) and 16 + 4c .. (a[2], a[3]), of d columns 8 n + 2c, + 1 in
+// d[4 n .. 4 n + 1] and d[4 n + 2 .. 4 n + 3].
+__device__ __forceinline__ void start_product(float* d, const unsigned* a, Matrix b) {
+  asm volatile(
+      "{\n.reg .pred keep;\nsetp.ne.b32 keep, 0, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.f32.e4m3.e4m3 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, keep, 1, 1;\n}\n"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
+        "+f"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// before the first product after registers or shared memory were written
+__device__ __forceinline__ void begin_products() {
+  asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
+}
+
+// wait for all products of this warp group
+__device__ __forceinline__ void finish_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
+}
+
+// what products wrote is read from here on, and not earlier
+__device__ __forceinline__ void settle_product(float* d) {
+#pragma unroll
+  for (int i = 0; i < 16; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+
+// what this thread wrote into shared memory may be read by wgmma, after a barrier
+__device__ __forceinline__ void publish_shared() {
+  asm volatile("fence.proxy.async.shared::cta;" ::: "memory");
+}
+#endif

@@ -7,6 +7,7 @@ from dsv41.indexer import index_scores as text
 
 from ..arguments import require
 from ..indexing import (
+    BLOCKS,
     RING_BYTES,
     WARPS,
     key_array,
@@ -15,9 +16,11 @@ from ..indexing import (
     on_tensor_cores,
     query_arrays,
 )
-from ..launch import kernel, launch
+from ..launch import grid, kernel, launch
 
 THREADS = 128
+PREFILL = 16  # queries from which on it pays to unpack a key once for all
+BATCH, V3_KEYS, V3_THREADS, V3_BYTES = 8, 256, 512, 3 * 8 * (32 * 128 + 4 * 32)
 
 
 def index_scores(q, w, keys, numerics):
@@ -28,6 +31,8 @@ def index_scores(q, w, keys, numerics):
     require(not listed or len(keys) == tokens, f"keys: {tokens} lists expected, got {keys.shape}")
     q, w = query_arrays(q, w)
     keys = key_array(keys, q.shape[2], numerics, ndim=3 if listed else 2)
+    if on_tensor_cores(known) and not listed and tokens >= PREFILL:
+        return scores_v3(known, q, w, keys)
     if on_tensor_cores(known) and not (listed and count % 4):  # lists begin on 16 bytes
         return scores_v2(known, q, w, keys)
     return scores_v1(known, q, w, keys)
@@ -48,6 +53,24 @@ def scores_v2(known, q, w, keys):
     run = kernel("index_scores", "scores_v2", shared=RING_BYTES, **known)
     launch(run, tokens * -(-count // chunk), 32 * WARPS, (*arguments, np.int64(chunk)), RING_BYTES)
     return arguments[3]
+
+
+def scores_v3(known, q, w, keys):
+    """FP8 products of every query with every key."""
+    (*_, scores, _, _), tokens, count = _arguments(q, w, keys)
+    encoded, weights = cupy.empty(q.shape, np.uint8), cupy.empty_like(w)
+    inexact, heads = cupy.zeros(tokens, np.uint32), np.int64(w.size)
+    run = kernel("index_scores", "encode_v3", **known)
+    launch(run, grid(w.size, 8), 256, (q, w, encoded, weights, inexact, heads))
+    tiles = -(-count // V3_KEYS)
+    share = max(64, BATCH * -(-tokens * tiles // (BATCH * 4 * BLOCKS)))  # queries of one block
+    sizes = (np.int64(n) for n in (tokens, count, share))
+    run = kernel("index_scores", "scores_v3", shared=V3_BYTES, **known)
+    blocks = tiles * -(-tokens // share)
+    launch(run, blocks, V3_THREADS, (encoded, weights, keys, scores, *sizes), V3_BYTES)
+    run = kernel("index_scores", "repair_v1", **known)
+    launch(run, tokens if count else 0, THREADS, (q, w, keys, inexact, scores, np.int64(count)))
+    return scores
 
 
 def _arguments(q, w, keys):
