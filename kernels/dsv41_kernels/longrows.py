@@ -3,7 +3,7 @@
 import cupy
 import numpy as np
 
-from .launch import kernel, launch
+from . import launch
 
 SAMPLE, ROOM, THREADS = 8192, 16384, 1024  # as in topk_long.cuh
 FILTER_THREADS, FILTERED = 256, 4096
@@ -19,10 +19,10 @@ def choose_long(op, source, count, k):
     bounds, used = (cupy.empty(rows, np.uint32) for _ in range(2))
     source, sizes = (*source, np.int64(count)), (np.int32(k),)
     guess, settle = 4 * SAMPLE, 8 * ROOM
-    run = kernel(op, "guess_v2", shared=guess)
-    launch(run, rows, THREADS, (*source, *sizes, bounds, used), guess)
-    run, parts = kernel(op, "filter_v2"), -(-count // FILTERED)
-    launch(run, rows * parts, FILTER_THREADS, (*source, bounds, used, space))
-    run = kernel(op, "settle_v2", shared=settle)
-    launch(run, rows, THREADS, (*source, *sizes, used, space, chosen), settle)
+    run = launch.kernel(op, "guess_v2", shared=guess)
+    launch.launch(run, rows, THREADS, (*source, *sizes, bounds, used), guess)
+    run, parts = launch.kernel(op, "filter_v2"), -(-count // FILTERED)
+    launch.launch(run, rows * parts, FILTER_THREADS, (*source, bounds, used, space))
+    run = launch.kernel(op, "settle_v2", shared=settle)
+    launch.launch(run, rows, THREADS, (*source, *sizes, used, space, chosen), settle)
     return chosen

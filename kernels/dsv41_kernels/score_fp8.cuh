@@ -118,4 +118,39 @@ __device__ __forceinline__ void load_weights(const float* weights, Query& query)
     query.weights[n] = bf16_pair(query.exact_weights[n].x, query.exact_weights[n].y);
   }
 }
+
+// A query in shared memory, encoded by the whole block of 8 warps.
+struct Encoded {
+  alignas(128) unsigned char bytes[QUERY_BYTES];
+  float weights[HEADS];
+  int inexact;
+};
+
+__device__ __forceinline__ void encode_query(const float* q, const float* w, Encoded& to) {
+  if (threadIdx.x == 0) to.inexact = 0;
+  __syncthreads();
+  for (int head = threadIdx.x / 32; head < HEADS; head += blockDim.x / 32) {
+    float factor;
+    bool held = encode_head(q + head * CHANNELS, head, to.bytes, factor);
+    if (threadIdx.x % 32 == 0) to.weights[head] = w[head] * factor;
+    if (threadIdx.x % 32 == 0 && !held) to.inexact = 1;
+  }
+  publish_shared();
+  __syncthreads();
+}
+
+// As tile_score; all four warps of a warp group, each with a tile of its own.
+__device__ __forceinline__ float tile_score_fp8(const unsigned char* tile, const Encoded& encoded,
+                                                const Query& query) {
+  int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
+  float result = 0.f;
+#pragma unroll
+  for (int half = 0; half < 2; ++half) {
+    const unsigned* upper = (const unsigned*)(tile + (4 * g + 2 * half) * RECORD_BYTES);
+    float2 scores =
+        score_keys(encoded.bytes, query, load_keys(upper, upper + RECORD_BYTES / 4));
+    if (c / 2 == half) result = c % 2 ? scores.y : scores.x;
+  }
+  return result;
+}
 #endif

@@ -138,13 +138,13 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, Run run, Valid va
   }
 }
 
-// Scores of the tiles first, first + step, .. < last of one warp, STAGES tiles in flight: take(tile,
-// score of key `lane`). `ring` has room for STAGES tiles.
+// The tiles first, first + step, .. < last of one warp, STAGES of them in flight: take(tile, where its
+// records are in shared memory). `ring` has room for STAGES tiles.
 const int STAGES = 4;
 
 template <class Run, class Valid, class Take>
 __device__ __forceinline__ void stream_tiles(unsigned char* ring, int first, int last, int step,
-                                             const Query& query, Run run, Valid valid, Take take) {
+                                             Run run, Valid valid, Take take) {
   auto start = [&](int tile, int stage) {
     if (tile < last)
       copy_tile(
@@ -158,7 +158,7 @@ __device__ __forceinline__ void stream_tiles(unsigned char* ring, int first, int
     wait_copies<STAGES - 2>();
     __syncwarp();  // copies of the other lanes, too; and nobody still reads the stage refilled now
     start(tile + (STAGES - 1) * step, (stage + STAGES - 1) % STAGES);
-    take(tile, tile_score(ring + stage * TILE_BYTES, query));
+    take(tile, ring + stage * TILE_BYTES);
     stage = (stage + 1) % STAGES;
   }
 }

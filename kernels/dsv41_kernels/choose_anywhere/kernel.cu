@@ -77,10 +77,10 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     int j = begin + tile * TILE + i * RUN;
     return valid(tile, i) > 0 ? record_of(keys, table, per_page, j) : keys;
   };
-  auto take = [&](int tile, float score) {
+  auto take = [&](int tile, const unsigned char* records) {
+    float score = tile_score(records, query);
     if (tile * TILE + lane < left) out[tile * TILE + lane] = score;
   };
-  stream_tiles(rings + warp * STAGES * TILE_BYTES, warp, (left + TILE - 1) / TILE, 8, query, run, valid,
-               take);
+  stream_tiles(rings + warp * STAGES * TILE_BYTES, warp, (left + TILE - 1) / TILE, 8, run, valid, take);
 }
 #endif

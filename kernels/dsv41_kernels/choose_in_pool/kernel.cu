@@ -60,12 +60,12 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     long long entry = first(tile, i);
     return entry < n ? record_of(keys, table, per_page, (int)entry) : keys;
   };
-  auto take = [&](int tile, float score) {
+  auto take = [&](int tile, const unsigned char* records) {
+    float score = tile_score(records, query);
     long long entry = first(tile, lane / RUN) + lane % RUN;
     if (tile * TILE + lane < left) out[tile * TILE + lane] = entry < n ? order_key(score) : 0u;
   };
-  stream_tiles(rings + warp * STAGES * TILE_BYTES, warp, (left + TILE - 1) / TILE, 8, query, run, valid,
-               take);
+  stream_tiles(rings + warp * STAGES * TILE_BYTES, warp, (left + TILE - 1) / TILE, 8, run, valid, take);
 }
 
 extern "C" __global__ void __launch_bounds__(1024)

@@ -5,7 +5,7 @@ from dsv41.quant import OFFICIAL
 
 from ..bench import Case
 from ..indexing_bench import FOUR_BIT, RECORD, check_scores, packed_keys, queries
-from .cupy_op import index_scores, scores_v1, scores_v2
+from .cupy_op import index_scores, scores_v1, scores_v2, scores_v4
 
 OP = "index_scores"
 DECODE = [(32, 131_072, 100.0), (32, 524_288, 400.0), (1, 524_288, 15.0)]  # requests, keys, to beat
@@ -41,6 +41,7 @@ def versions(q, w, keys, numerics, small):
     if small:
         yield "v1", lambda: scores_v1(known, q, w, keys)
         yield "v2", lambda: scores_v2(known, q, w, keys)
+        yield "v4", lambda: scores_v4(known, q, w, keys)
         yield "cupy text", lambda: text.definition(q, w, keys, numerics)
 
 

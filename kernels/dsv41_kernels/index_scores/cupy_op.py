@@ -34,7 +34,7 @@ def index_scores(q, w, keys, numerics):
     if on_tensor_cores(known) and not listed and tokens >= PREFILL:
         return scores_v3(known, q, w, keys)
     if on_tensor_cores(known) and not (listed and count % 4):  # lists begin on 16 bytes
-        return scores_v2(known, q, w, keys)
+        return scores_v4(known, q, w, keys)
     return scores_v1(known, q, w, keys)
 
 
@@ -46,11 +46,11 @@ def scores_v1(known, q, w, keys):
     return arguments[3]
 
 
-def scores_v2(known, q, w, keys):
+def scores_v2(known, q, w, keys, name="scores_v2"):
     """Keys on tensor cores, split so that every SM has work."""
     arguments, tokens, count = _arguments(q, w, keys)
     chunk = keys_per_block(tokens * count)
-    run = kernel("index_scores", "scores_v2", shared=RING_BYTES, **known)
+    run = kernel("index_scores", name, shared=RING_BYTES, **known)
     launch(run, tokens * -(-count // chunk), 32 * WARPS, (*arguments, np.int64(chunk)), RING_BYTES)
     return arguments[3]
 
@@ -71,6 +71,11 @@ def scores_v3(known, q, w, keys):
     run = kernel("index_scores", "repair_v1", **known)
     launch(run, tokens if count else 0, THREADS, (q, w, keys, inexact, scores, np.int64(count)))
     return scores
+
+
+def scores_v4(known, q, w, keys):
+    """v2 by FP8 products."""
+    return scores_v2(known, q, w, keys, "scores_v4")
 
 
 def _arguments(q, w, keys):
