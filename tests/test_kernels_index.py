@@ -357,8 +357,8 @@ def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa:
     assert index_topk(long, seen, 7).shape == (1, 7)
     assert candidate_blocks(long, seen, 8, 9).shape == (1, 9)
     assert [name for _, name, *_ in fake_cuda] == [
-        *("scores_v2", "blocks_v1", "topk_v1"),
-        *("scores_v2", "settle_v2"),
+        *("scores_v3", "blocks_v1", "topk_v1"),
+        *("scores_v3", "settle_v2"),
         *("scores_v4", "encode_v3", "scores_v3", "repair_v1"),
         *("guess_v2", "filter_v2", "settle_v2"),
         *("maxima_v2", "guess_v2", "filter_v2", "settle_v2"),

@@ -119,14 +119,16 @@ __device__ __forceinline__ void load_weights(const float* weights, Query& query)
   }
 }
 
-// A query in shared memory, encoded by the whole block of 8 warps.
+// A query in shared memory.
 struct Encoded {
   alignas(128) unsigned char bytes[QUERY_BYTES];
   float weights[HEADS];
   int inexact;
 };
 
-__device__ __forceinline__ void encode_query(const float* q, const float* w, Encoded& to) {
+// by the whole block
+__device__ __forceinline__ const Encoded* encode_query(const float* q, const float* w) {
+  __shared__ Encoded to;
   if (threadIdx.x == 0) to.inexact = 0;
   __syncthreads();
   for (int head = threadIdx.x / 32; head < HEADS; head += blockDim.x / 32) {
@@ -137,20 +139,30 @@ __device__ __forceinline__ void encode_query(const float* q, const float* w, Enc
   }
   publish_shared();
   __syncthreads();
+  return &to;
 }
 
-// As tile_score; all four warps of a warp group, each with a tile of its own.
-__device__ __forceinline__ float tile_score_fp8(const unsigned char* tile, const Encoded& encoded,
-                                                const Query& query) {
-  int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
-  float result = 0.f;
-#pragma unroll
-  for (int half = 0; half < 2; ++half) {
-    const unsigned* upper = (const unsigned*)(tile + (4 * g + 2 * half) * RECORD_BYTES);
-    float2 scores =
-        score_keys(encoded.bytes, query, load_keys(upper, upper + RECORD_BYTES / 4));
-    if (c / 2 == half) result = c % 2 ? scores.y : scores.x;
+// How v4 scores: a warp group together, each warp a tile of its own. A query that E4M3 does not hold is
+// scored like v1.
+struct OnFp8 {
+  const float *q, *w;
+  const Encoded* encoded;
+  Query query;
+  __device__ OnFp8(const float* q, const float* w) : q(q), w(w), encoded(encode_query(q, w)) {
+    load_weights(encoded->weights, query);
   }
-  return result;
-}
+  __device__ __forceinline__ float tile_score(const unsigned char* records) const {
+    int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    if (encoded->inexact) return score_slowly(q, w, records + lane * RECORD_BYTES);
+    float result = 0.f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      const unsigned* upper = (const unsigned*)(records + (4 * g + 2 * half) * RECORD_BYTES);
+      Keys keys = load_keys(upper, upper + RECORD_BYTES / 4);
+      float2 scores = score_keys(encoded->bytes, query, keys);
+      if (c / 2 == half) result = c % 2 ? scores.y : scores.x;
+    }
+    return result;
+  }
+};
 #endif

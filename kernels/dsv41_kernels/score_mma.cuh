@@ -95,7 +95,7 @@ __device__ __forceinline__ float2 weigh_tile(const float (*dots)[4], const Query
 
 // tile: 32 records in shared memory -> the score of record `lane`. A lane reads rows 4 g .. 4 g + 3,
 // so that 8 rows of 17 words and 4 words in each meet 32 different banks.
-__device__ __forceinline__ float tile_score(const unsigned char* tile, const Query& query) {
+__device__ __forceinline__ float tile_score_bf16(const unsigned char* tile, const Query& query) {
   int g = threadIdx.x % 32 / 4, c = threadIdx.x % 4;
   float result = 0.f;
 #pragma unroll
@@ -138,28 +138,41 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, Run run, Valid va
   }
 }
 
-// The tiles first, first + step, .. < last of one warp, STAGES of them in flight: take(tile, where its
-// records are in shared memory). `ring` has room for STAGES tiles.
-const int STAGES = 4;
+// How v2 scores: one query in registers, made by each thread for itself.
+struct OnBf16 {
+  Query query;
+  __device__ OnBf16(const float* q, const float* w) : query(load_fragments(q, w)) {}
+  __device__ __forceinline__ float tile_score(const unsigned char* records) const {
+    return tile_score_bf16(records, query);
+  }
+};
 
-template <class Run, class Valid, class Take>
-__device__ __forceinline__ void stream_tiles(unsigned char* ring, int first, int last, int step,
-                                             Run run, Valid valid, Take take) {
-  auto start = [&](int tile, int stage) {
-    if (tile < last)
+// A block of 8 warps scores `count` keys: take(i, score) for each. Every warp takes a tile of its own
+// in turn, with STAGES of them in flight in its part of `rings`; in the last turn some are empty.
+const int STAGES = 4, WARPS = 8;
+
+template <class Scorer, class Run, class Take>
+__device__ __forceinline__ void stream_scores(unsigned char* rings, int count, const Scorer& scorer,
+                                              Run run, Take take) {
+  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  unsigned char* ring = rings + warp * STAGES * TILE_BYTES;
+  int turns = (count + WARPS * TILE - 1) / (WARPS * TILE);  // the same for all warps of a group
+  auto start = [&](int turn) {
+    int first = (turn * WARPS + warp) * TILE;
+    if (turn < turns)
       copy_tile(
-          ring + stage * TILE_BYTES, [&](int i) { return run(tile, i); },
-          [&](int i) { return valid(tile, i); });
+          ring + turn % STAGES * TILE_BYTES, [&](int i) { return run(first + i * RUN); },
+          [&](int i) { return (count - first - i * RUN) * RECORD_BYTES; });
     commit_copies();
   };
-  for (int s = 0; s < STAGES - 1; ++s) start(first + s * step, s);
-  int stage = 0;
-  for (int tile = first; tile < last; tile += step) {
+  for (int turn = 0; turn < STAGES - 1; ++turn) start(turn);
+  for (int turn = 0; turn < turns; ++turn) {
     wait_copies<STAGES - 2>();
     __syncwarp();  // copies of the other lanes, too; and nobody still reads the stage refilled now
-    start(tile + (STAGES - 1) * step, (stage + STAGES - 1) % STAGES);
-    take(tile, ring + stage * TILE_BYTES);
-    stage = (stage + 1) % STAGES;
+    start(turn + STAGES - 1);
+    float score = scorer.tile_score(ring + turn % STAGES * TILE_BYTES);
+    int i = (turn * WARPS + warp) * TILE + lane;
+    if (i < count) take(i, score);
   }
 }
 #endif

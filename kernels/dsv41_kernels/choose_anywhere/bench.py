@@ -7,7 +7,7 @@ from dsv41.selection import choose_anywhere as text
 
 from ..bench import Case
 from ..indexing_bench import decode_entries, float_rows, packed_documents, packed_keys, queries
-from .cupy_op import choose_anywhere
+from .cupy_op import choose_anywhere, choose_v2
 
 OP = "choose_anywhere"
 DECODE = [(1, 524_288), (32, 131_072), (32, 524_288)]
@@ -36,6 +36,19 @@ def both(shape, arguments, work, with_text):
     functions = {"cupy_op": choose_anywhere, "cupy text": text.definition}
     for name in functions if with_text else ("cupy_op",):
         call = lambda f=functions[name]: f(*arguments)  # noqa: E731
+        yield Case(OP, name, shape, call, lambda c=call: check(arguments, c()), *work)
+
+
+def scorings(shape, arguments, work):
+    """The two ways of scoring: bf16 products (v2) and FP8 products (v3)."""
+    q, w, entries, k, pool, _ = arguments
+    known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": 1}
+    arrays = q, w, entries.keys, entries.pages, entries.order, entries.visible
+    longest = int(entries.reach.max())
+    for name in ("v2", "v3"):
+        call = lambda s=f"scores_{name}": choose_v2(  # noqa: E731
+            arrays, entries.per_page, longest, k, pool, known, s
+        )
         yield Case(OP, name, shape, call, lambda c=call: check(arguments, c()), *work)
 
 

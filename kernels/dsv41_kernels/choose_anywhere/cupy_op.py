@@ -47,14 +47,15 @@ def choose_v1(arrays, per_page, longest, k, pool, known):
     return chosen, blocks if budget else None
 
 
-def choose_v2(arrays, per_page, longest, k, pool, known):
+def choose_v2(arrays, per_page, longest, k, pool, known, scoring="scores_v3"):
     """The same by a scoring launch and those of index_topk, for as many queries as fit at once."""
     q, w, keys, pages, *per_query = arrays
+    sizes = per_page, longest, known, scoring
     step, parts = max(1, MOST_SCORES // max(1, longest)), []
     for begin in range(0, max(1, len(q)), step):
         at = slice(begin, begin + step)
         order, visible = (x[at] for x in per_query)
-        scores = paged_scores((q[at], w[at], keys, pages, order, visible), per_page, longest, known)
+        scores = paged_scores((q[at], w[at], keys, pages, order, visible), *sizes)
         blocks = None if pool is None else candidate_blocks(scores, visible, *pool)
         parts.append((index_topk(scores, visible, k), blocks))
     if len(parts) == 1:
@@ -63,13 +64,13 @@ def choose_v2(arrays, per_page, longest, k, pool, known):
     return cupy.concatenate(chosen), None if pool is None else cupy.concatenate(blocks)
 
 
-def paged_scores(arrays, per_page, longest, known):
+def paged_scores(arrays, per_page, longest, known, scoring):
     """(T, longest) f32, written where visible."""
     tokens = len(arrays[0])
     scores = cupy.empty((tokens, longest), np.float32)
     chunk = keys_per_block(tokens * longest)
     sizes = arrays[3].shape[1], per_page, longest, chunk
-    run = kernel("choose_anywhere", "scores_v2", shared=RING_BYTES, **known)
+    run = kernel("choose_anywhere", scoring, shared=RING_BYTES, **known)
     blocks = tokens * -(-longest // chunk)
     launch(run, blocks, 32 * WARPS, (*arrays, scores, *map(np.int32, sizes)), RING_BYTES)
     return scores

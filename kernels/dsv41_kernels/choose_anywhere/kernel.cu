@@ -7,9 +7,9 @@
 // of 4 bytes.
 // build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
-// build: HEADS=32 CHANNELS=128 PACKED=1 BF16=1
+// build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
 // build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
-#include "score_mma.cuh"
+#include "score_fp8.cuh"
 #include "topk.cuh"
 
 // the newest block counts as +inf, others by the best of their visible entries
@@ -55,6 +55,25 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 }
 
 #if PACKED && HEADS == 32 && CHANNELS == 128
+template <class Scorer>
+__device__ __forceinline__ void score_pages(const float* q, const float* w, const unsigned char* keys,
+                                            const long long* pages, const long long* order,
+                                            const long long* visible, float* scores, int width,
+                                            int per_page, int longest, int chunk) {
+  extern __shared__ __align__(16) unsigned char rings[];
+  int chunks = (longest + chunk - 1) / chunk, begin = blockIdx.x % chunks * chunk;
+  long long t = blockIdx.x / chunks;
+  int count = (int)min((long long)min(chunk, longest - begin), visible[t] - begin);
+  if (count <= 0) return;
+  const long long* table = pages + order[t] * width;
+  float* out = scores + t * longest + begin;
+  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
+  stream_scores(
+      rings, count, scorer,
+      [&](int i) { return i < count ? record_of(keys, table, per_page, begin + i) : keys; },
+      [&](int i, float score) { out[i] = score; });
+}
+
 // v2: for contexts of any length. Scores on tensor cores by as many blocks of threads as a context
 // needs, written out once (4 bytes beside the 68 of a key) and chosen from by index_topk; a query that
 // is alone keeps every SM busy. Pages hold a multiple of 8 entries. scores (T, longest) f32 beyond
@@ -63,24 +82,14 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v2(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, float* scores, int width, int per_page,
               int longest, int chunk) {
-  extern __shared__ __align__(16) unsigned char rings[];
-  int chunks = (longest + chunk - 1) / chunk, begin = blockIdx.x % chunks * chunk;
-  long long t = blockIdx.x / chunks;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  int left = (int)min((long long)min(chunk, longest - begin), visible[t] - begin);
-  if (left <= 0) return;
-  Query query = load_fragments(q + t * HEADS * CHANNELS, w + t * HEADS);
-  const long long* table = pages + order[t] * width;
-  float* out = scores + t * longest + begin;
-  auto valid = [&](int tile, int i) { return (left - tile * TILE - i * RUN) * RECORD_BYTES; };
-  auto run = [&](int tile, int i) {
-    int j = begin + tile * TILE + i * RUN;
-    return valid(tile, i) > 0 ? record_of(keys, table, per_page, j) : keys;
-  };
-  auto take = [&](int tile, const unsigned char* records) {
-    float score = tile_score(records, query);
-    if (tile * TILE + lane < left) out[tile * TILE + lane] = score;
-  };
-  stream_tiles(rings + warp * STAGES * TILE_BYTES, warp, (left + TILE - 1) / TILE, 8, run, valid, take);
+  score_pages<OnBf16>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
+}
+
+// v3: v2 by FP8 products of warp groups (score_fp8.cuh), which halve the unpacking.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v3(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, float* scores, int width, int per_page,
+              int longest, int chunk) {
+  score_pages<OnFp8>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
 }
 #endif

@@ -43,14 +43,14 @@ def choose_v1(arrays, per_page, block_size, k, known):
     return chosen
 
 
-def choose_v2(arrays, per_page, k, known):
+def choose_v2(arrays, per_page, k, known, scoring="scores_v3"):
     """The same in two launches, the first on tensor cores."""
     tokens, budget = arrays[-1].shape
     count, shared = budget * RUN, 4 * budget * RUN
     listed, chosen = cupy.empty((tokens, count), np.uint32), cupy.empty((tokens, k), np.int64)
     chunk = keys_per_block(tokens * count)
     sizes = arrays[3].shape[1], per_page, budget, chunk
-    run = kernel("choose_in_pool", "scores_v2", shared=RING_BYTES, **known)
+    run = kernel("choose_in_pool", scoring, shared=RING_BYTES, **known)
     parts = tokens * -(-count // chunk)
     launch(run, parts, 32 * WARPS, (*arrays, listed, *map(np.int32, sizes)), RING_BYTES)
     run = kernel("choose_in_pool", "settle_v2", shared=SHARED_BYTES, **known)

@@ -7,9 +7,9 @@
 // score_mma.cuh (v2), choice as in topk.cuh; the budget * size keys of one query stay in shared memory.
 // build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
-// build: HEADS=32 CHANNELS=128 PACKED=1 BF16=1
+// build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
 // build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
-#include "score_mma.cuh"
+#include "score_fp8.cuh"
 #include "topk.cuh"
 
 // v1: one block of threads per query, one listed key per thread and turn.
@@ -35,6 +35,32 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 }
 
 #if PACKED && HEADS == 32 && CHANNELS == 128
+template <class Scorer>
+__device__ __forceinline__ void score_blocks(const float* q, const float* w, const unsigned char* keys,
+                                             const long long* pages, const long long* order,
+                                             const long long* visible, const long long* blocks,
+                                             unsigned* listed, int width, int per_page, int budget,
+                                             int chunk) {
+  extern __shared__ __align__(16) unsigned char rings[];
+  int all = budget * RUN, chunks = (all + chunk - 1) / chunk;
+  int begin = blockIdx.x % chunks * chunk, count = min(chunk, all - begin);
+  long long t = blockIdx.x / chunks, n = visible[t];
+  const long long *table = pages + order[t] * width, *mine = blocks + t * budget + begin / RUN;
+  unsigned* out = listed + t * all + begin;
+  auto entry_of = [&](int i) {  // n where there is none
+    long long block = i < count ? mine[i / RUN] : -1;
+    return block < 0 ? n : min(n, block * RUN + i % RUN);
+  };
+  auto run = [&](int i) {  // a page holds whole blocks, of which some may not be visible
+    long long entry = entry_of(i);
+    return entry < n ? record_of(keys, table, per_page, (int)entry) : keys;
+  };
+  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
+  stream_scores(rings, count, scorer, run, [&](int i, float score) {
+    out[i] = entry_of(i) < n ? order_key(score) : 0u;
+  });
+}
+
 // v2: blocks of 8 entries, which are 544 bytes in a row, scored on tensor cores by several blocks of
 // threads per query, so that the 16,384 listed keys of a query that is alone do not wait for one SM.
 // listed (T, budget * 8) u32 are the keys of topk.cuh, 0 where an entry is not there.
@@ -42,32 +68,20 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v2(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, const long long* blocks,
               unsigned* listed, int width, int per_page, int budget, int chunk) {
-  extern __shared__ __align__(16) unsigned char rings[];
-  int count = budget * RUN, chunks = (count + chunk - 1) / chunk;
-  int begin = blockIdx.x % chunks * chunk, left = min(chunk, count - begin);
-  long long t = blockIdx.x / chunks, n = visible[t];
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
-  Query query = load_fragments(q + t * HEADS * CHANNELS, w + t * HEADS);
-  const long long *table = pages + order[t] * width, *mine = blocks + t * budget + begin / RUN;
-  unsigned* out = listed + t * count + begin;
-  auto first = [&](int tile, int i) {  // entry where a run begins; n where there is none
-    int place = tile * (TILE / RUN) + i;
-    long long block = place * RUN < left ? mine[place] : -1;
-    return block < 0 ? n : min(n, block * RUN);
-  };
-  auto valid = [&](int tile, int i) { return (int)min(8ll, n - first(tile, i)) * RECORD_BYTES; };
-  auto run = [&](int tile, int i) {
-    long long entry = first(tile, i);
-    return entry < n ? record_of(keys, table, per_page, (int)entry) : keys;
-  };
-  auto take = [&](int tile, const unsigned char* records) {
-    float score = tile_score(records, query);
-    long long entry = first(tile, lane / RUN) + lane % RUN;
-    if (tile * TILE + lane < left) out[tile * TILE + lane] = entry < n ? order_key(score) : 0u;
-  };
-  stream_tiles(rings + warp * STAGES * TILE_BYTES, warp, (left + TILE - 1) / TILE, 8, run, valid, take);
+  score_blocks<OnBf16>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
+                       chunk);
 }
 
+// v3: v2 by FP8 products of warp groups (score_fp8.cuh), which halve the unpacking.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v3(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, const long long* blocks,
+              unsigned* listed, int width, int per_page, int budget, int chunk) {
+  score_blocks<OnFp8>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
+                       chunk);
+}
+
+// both: the choice
 extern "C" __global__ void __launch_bounds__(1024)
     settle_v2(const unsigned* listed, const long long* blocks, long long* chosen, int k, int budget) {
   extern __shared__ unsigned pool[];

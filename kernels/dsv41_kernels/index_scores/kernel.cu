@@ -24,6 +24,21 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 }
 
 #if PACKED && HEADS == 32 && CHANNELS == 128
+template <class Scorer>
+__device__ __forceinline__ void score_chunk(const float* q, const float* w, const unsigned char* keys,
+                                            float* scores, long long count, long long keys_per_query,
+                                            long long chunk) {
+  extern __shared__ __align__(16) unsigned char rings[];
+  long long chunks = (count + chunk - 1) / chunk, t = blockIdx.x / chunks;
+  long long begin = blockIdx.x % chunks * chunk;
+  const unsigned char* first = keys + (t * keys_per_query + begin) * RECORD_BYTES;
+  float* out = scores + t * count + begin;
+  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
+  stream_scores(
+      rings, (int)min(chunk, count - begin), scorer,
+      [&](int i) { return first + i * RECORD_BYTES; }, [&](int i, float score) { out[i] = score; });
+}
+
 // v2: the same on tensor cores (score_mma.cuh). v1 spends 4,096 fused multiply-adds and as many loads
 // from shared memory on a key, 32 clocks of an SM; 68 bytes take 3.75 clocks from device memory. Here
 // a key costs 2 to 3 clocks of tensor cores and 4 of the integer units that unpack it, while copies
@@ -31,20 +46,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v2(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {
-  extern __shared__ __align__(16) unsigned char rings[];
-  long long chunks = (count + chunk - 1) / chunk, t = blockIdx.x / chunks;
-  long long begin = blockIdx.x % chunks * chunk;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, left = (int)min(chunk, count - begin);
-  Query query = load_fragments(q + t * HEADS * CHANNELS, w + t * HEADS);
-  const unsigned char* first = keys + (t * keys_per_query + begin) * RECORD_BYTES;
-  float* out = scores + t * count + begin;
-  auto run = [&](int tile, int i) { return first + (tile * TILE + i * RUN) * RECORD_BYTES; };
-  auto valid = [&](int tile, int i) { return (left - tile * TILE - i * RUN) * RECORD_BYTES; };
-  auto take = [&](int tile, const unsigned char* records) {
-    float score = tile_score(records, query);
-    if (tile * TILE + lane < left) out[tile * TILE + lane] = score;
-  };
-  stream_tiles(rings + warp * STAGES * TILE_BYTES, warp, (left + TILE - 1) / TILE, 8, run, valid, take);
+  score_chunk<OnBf16>(q, w, keys, scores, count, keys_per_query, chunk);
 }
 
 // v3 is for prefill, where every query meets every key: FP8 products of warp groups (score_fp8.cuh).
@@ -132,31 +134,6 @@ extern "C" __global__ void __launch_bounds__(128)
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v4(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {
-  extern __shared__ __align__(16) unsigned char rings[];
-  __shared__ Encoded encoded;
-  long long chunks = (count + chunk - 1) / chunk, t = blockIdx.x / chunks;
-  long long begin = blockIdx.x % chunks * chunk;
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32, left = (int)min(chunk, count - begin);
-  encode_query(q + t * HEADS * CHANNELS, w + t * HEADS, encoded);
-  const unsigned char* first = keys + (t * keys_per_query + begin) * RECORD_BYTES;
-  float* out = scores + t * count + begin;
-  if (encoded.inexact) {  // a query that E4M3 does not hold: v1's way
-    float* my_q = (float*)rings;
-    load_query(q, w, t, my_q, my_q + HEADS * CHANNELS);
-    __syncthreads();
-    for (int j = threadIdx.x; j < left; j += blockDim.x)
-      out[j] = score(my_q, my_q + HEADS * CHANNELS, first + j * RECORD_BYTES);
-    return;
-  }
-  Query query;
-  load_weights(encoded.weights, query);
-  auto run = [&](int tile, int i) { return first + (tile * TILE + i * RUN) * RECORD_BYTES; };
-  auto valid = [&](int tile, int i) { return (left - tile * TILE - i * RUN) * RECORD_BYTES; };
-  auto take = [&](int tile, const unsigned char* records) {
-    float score = tile_score_fp8(records, encoded, query);
-    if (tile * TILE + lane < left) out[tile * TILE + lane] = score;
-  };
-  int rounds = (left + 8 * TILE - 1) / (8 * TILE);  // the same for all warps of a group
-  stream_tiles(rings + warp * STAGES * TILE_BYTES, warp, rounds * 8, 8, run, valid, take);
+  score_chunk<OnFp8>(q, w, keys, scores, count, keys_per_query, chunk);
 }
 #endif
