@@ -16,7 +16,8 @@ LONG = 16384  # blocks from which on many blocks of threads share a row
 def candidate_blocks(scores, visible, block_size, budget):
     tokens, count = scores.shape
     blocks = -(-count // block_size)
-    if 4 * blocks > SHARED_BYTES and budget > MOST_CHOSEN:
+    long = 4 * blocks > SHARED_BYTES
+    if scores.dtype != np.float32 or (long and budget > MOST_CHOSEN):
         return text.definition(scores, visible, block_size, budget)
     scores = cuda_array("scores", scores, np.float32)
     visible = cuda_array("visible", visible, np.int64, shape=(tokens,))

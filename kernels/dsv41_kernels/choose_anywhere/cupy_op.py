@@ -6,6 +6,7 @@ import numpy as np
 from dsv41.selection import choose_anywhere as text
 
 from ..candidate_blocks.cupy_op import candidate_blocks
+from ..index_scores.cupy_op import PREFILL
 from ..index_topk.cupy_op import index_topk
 from ..indexing import (
     RING_BYTES,
@@ -27,7 +28,10 @@ MOST_SCORES = 1 << 28  # that v2 keeps in memory at once, 1 GB
 def choose_anywhere(q, w, entries, k, pool, numerics, watch=None):
     known, longest = macros(q, numerics), int(entries.reach.max(initial=0))
     fast = known is not None and on_tensor_cores(known) and entries.per_page % RUN == 0
-    if watch is not None or known is None or not (fast or _shared(longest, pool) <= SHARED_BYTES):
+    # prefill goes request by request, since index_scores unpacks a key once for many queries
+    prefill = fast and len(q) >= PREFILL * len(entries.spans)
+    fits = known is not None and _shared(longest, pool) <= SHARED_BYTES
+    if watch is not None or prefill or not (fast or fits):
         return text.definition(q, w, entries, k, pool, numerics, watch)
     arrays = (*query_arrays(q, w), key_array(entries.keys, q.shape[2], numerics))
     arrays = (*arrays, *entry_arrays(entries, len(q)))

@@ -16,7 +16,8 @@ MOST_INDICES = 1 << 31
 def index_topk(scores, visible, k):
     tokens, count = scores.shape
     long = 4 * count > SHARED_BYTES
-    if count >= MOST_INDICES or (long and k > MOST_CHOSEN):
+    known = scores.dtype == np.float32 and count < MOST_INDICES
+    if not known or (long and k > MOST_CHOSEN):
         return text.definition(scores, visible, k)
     scores = cuda_array("scores", scores, np.float32)
     visible = cuda_array("visible", visible, np.int64, shape=(tokens,))
