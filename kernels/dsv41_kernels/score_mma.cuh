@@ -1,5 +1,5 @@
 #pragma once
-#include "ptx.cuh"
+#include "products.cuh"
 #include "score.cuh"
 // Index scores of 32 keys at once on tensor cores, for 32 heads of 128 channels and MXFP4 keys.
 //
