@@ -58,8 +58,11 @@ def _module():
 
 
 def _forget_wrappers():
-    for name in [n for n in sys.modules if n.startswith("dsv41_kernels") and n.endswith("_op")]:
-        del sys.modules[name]
+    """Modules that hold a cupy or a way to launch are imported anew by whoever comes next."""
+    for name in [n for n in sys.modules if n.startswith("dsv41_kernels.")]:
+        holds = {"cupy", "kernel"} & set(vars(sys.modules[name]))
+        if name != "dsv41_kernels.launch" and (holds or name.endswith("_op")):
+            del sys.modules[name]
     dispatch.find_kernel.cache_clear()
 
 
