@@ -42,7 +42,8 @@ def module(launches):
     cupy.ndarray, cupy.asarray, cupy.ascontiguousarray = ndarray, on_device, on_device
     cupy.empty = cupy.zeros = lambda shape, dtype: on_device(np.zeros(shape, dtype))
     cupy.empty_like = lambda x: on_device(np.zeros(x.shape, x.dtype))
-    cupy.cuda = SimpleNamespace(Device=lambda: SimpleNamespace(id=0))
+    chip = SimpleNamespace(id=0, attributes={"MultiProcessorCount": 132})
+    cupy.cuda = SimpleNamespace(Device=lambda: chip)
     cupy.RawModule = lambda code, options: SimpleNamespace(
         get_function=lambda name: Function(name, launches)
     )

@@ -17,14 +17,20 @@ from dsv41.train.sparse_attn import sparse_attn_backward  # noqa: F401, makes it
 
 ROOT = Path(__file__).parent.parent / "kernels" / "dsv41_kernels"
 SOURCES = sorted(ROOT.glob("*/kernel.cu"))
-MACROS = ("-DS=4", "-DPASSES=39", "-DH=8", "-DC=64", "-DNEAR=1", "-DFAR=2", "-DBF16=1")
+STORED = ("-DNEAR=1", "-DFAR=2", "-DBF16=1")
+MACROS = {
+    "sparse_attn": ("-DC=64", "-DH=8", *STORED),
+    "sparse_attn_backward": ("-DC=64", "-DH=8", *STORED),
+    "rope_sparse_attn": ("-DC=512", "-DHEADS=64", *STORED),
+}
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.parent.name)
 def test_source_compiles_for_hopper_without_spills(path, tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not installed: install a CUDA toolkit to compile the kernels here")
-    command = ["nvcc", "-arch=sm_90", *MACROS, "--cubin", "-Xptxas", "-v"]
+    macros = MACROS.get(path.parent.name, ("-DS=4", "-DPASSES=39"))
+    command = ["nvcc", "-arch=sm_90", *macros, "--cubin", "-Xptxas", "-v"]
     done = subprocess.run(
         [*command, "-o", str(tmp_path / "out.cubin"), str(path)], capture_output=True, text=True
     )

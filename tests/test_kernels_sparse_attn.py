@@ -1,4 +1,4 @@
-"""Attention kernels of few heads, forward and backward: checks on any machine, numbers on a GPU."""
+"""Attention kernels, forward and backward: checks on any machine, numbers on a GPU."""
 
 import numpy as np
 import pytest
@@ -101,15 +101,22 @@ def test_one_launch_forward_four_backward(fake_device):  # noqa: F811
     assert blocks == [3, -(-3 * 131 // 256), 1, 3, 8 + 2 * 600]
 
 
-@pytest.mark.parametrize("heads, channels", [(3, 64), (8, 48), (32, 64)])
-def test_other_sizes_are_left_to_the_definition(fake_device, heads, channels):  # noqa: F811
+@pytest.mark.parametrize("heads, channels", [(3, 64), (32, 64), (64, 512)])
+def test_many_heads_go_to_the_plain_kernel_and_have_no_backward(fake_device, heads, channels):  # noqa: F811
     arguments = inputs(heads=heads, channels=channels)
     fake = on_device_list(fake_device, arguments)
-    got = fake_device.load("sparse_attn")(*fake)
-    assert_same("o", np.asarray(got), sparse_attn.definition(*arguments))
+    fake_device.load("sparse_attn")(*fake)
+    assert [(n, grid) for n, grid, *_ in fake_device.launches] == [("plain", (3 * heads,))]
     got = fake_device.load("sparse_attn_backward")(fake[0], *fake)
     want = sparse_attn_backward.definition(arguments[0], *arguments)
     assert_same("dq", np.asarray(got[0]), want[0])
+    assert len(fake_device.launches) == 1
+
+
+def test_other_channels_are_left_to_the_definition(fake_device):  # noqa: F811
+    arguments = inputs(channels=48)
+    got = fake_device.load("sparse_attn")(*on_device_list(fake_device, arguments))
+    assert_same("o", np.asarray(got), sparse_attn.definition(*arguments))
     assert not fake_device.launches
 
 
@@ -124,12 +131,13 @@ def test_strided_and_misaligned_arrays_are_copied(fake_device):  # noqa: F811
 
 # ---- numbers, on a GPU ----------------------------------------------------------------------
 
-SHAPES = [(4, 64), (8, 64), (16, 128), (8, 32), (8, 256)]
+FEW = [(4, 64), (8, 64), (16, 128), (8, 32), (8, 256)]
+MANY = [(3, 64), (64, 32), (5, 512)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", NUMERICS)
-@pytest.mark.parametrize("heads, channels", SHAPES)
+@pytest.mark.parametrize("heads, channels", FEW + MANY)
 def test_forward_equals_float64(cupy, numerics, heads, channels):  # noqa: F811
     numerics = NUMERICS[numerics]
     arguments = inputs(numerics, heads, channels, [c % 100 for c in COUNTS], [0, 1, 63, 64, 65, 9])
@@ -146,10 +154,11 @@ def test_forward_equals_float64(cupy, numerics, heads, channels):  # noqa: F811
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize("heads", [3, 8])
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 640])
-def test_every_count_of_rows(cupy, width):  # noqa: F811
+def test_every_count_of_rows(cupy, width, heads):  # noqa: F811
     counts = [c for c in COUNTS if c <= width]
-    arguments = inputs(near=counts, far=[0] * len(counts))
+    arguments = inputs(heads=heads, near=counts, far=[0] * len(counts))
     arguments = (*arguments[:2], rows_with(counts, width, 599), *arguments[3:])
     q, near, near_rows, far, far_rows, sink, _ = arguments
     want = attention(q, near, near_rows, far, far_rows, sink)
@@ -160,7 +169,7 @@ def test_every_count_of_rows(cupy, width):  # noqa: F811
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", NUMERICS)
-@pytest.mark.parametrize("heads, channels", SHAPES)
+@pytest.mark.parametrize("heads, channels", FEW)
 def test_backward_equals_float64(cupy, numerics, heads, channels):  # noqa: F811
     q, *reads, sink, numerics = inputs(NUMERICS[numerics], heads, channels)
     sink = np.where(np.isinf(sink), np.float32(-3), sink)  # a query without rows needs a sink

@@ -1,8 +1,8 @@
 """What the wrappers of the attention kernels share: checks, formats, launches.
 
 The kernels take contiguous, aligned CuPy arrays; what comes otherwise is copied where the values
-are clear, and refused with the argument's name where they are not. `Reads` holds the six arguments
-that say what every query reads, in the order in which the kernels want them.
+are clear, and refused with the argument's name where they are not. A `Call` holds the checked
+arguments of one call in the order in which all kernels want them.
 """
 
 import functools
@@ -12,11 +12,24 @@ import numpy as np
 
 from dsv41.quant import FLOAT, MAIN_KV_FP4, WINDOW_KV_FP8
 
-from .launch import kernel
-
-FORMATS = {FLOAT: 0, WINDOW_KV_FP8: 1, MAIN_KV_FP4: 2}  # as attention.cuh counts them
+FORMATS = {FLOAT: 0, WINDOW_KV_FP8: 1, MAIN_KV_FP4: 2}  # as records.cuh counts them
 SHARED_BYTES = 227 * 1024  # shared memory that a block may use on Hopper
 THREADS = 128
+MOST_CHANNELS = 512
+
+
+def known(q, numerics):
+    """Do the kernels take queries of this shape and type, and records of these formats?"""
+    if q.ndim != 3 or q.dtype != np.float32:
+        return False
+    formats = numerics.window_kv in FORMATS and numerics.main_kv in FORMATS
+    return formats and q.shape[2] % 32 == 0 and 0 < q.shape[2] <= MOST_CHANNELS
+
+
+def few_heads(q):
+    """Are these the sizes of attention.cuh?"""
+    heads, channels = q.shape[1:]
+    return heads in (4, 8, 16) and channels in (32, 64, 128, 256) and heads * channels <= 2048
 
 
 def array(name, x, dtype, shape):
@@ -34,18 +47,46 @@ def array(name, x, dtype, shape):
     return x if x.data.ptr % 16 == 0 else x.copy()
 
 
-class Reads:
-    """Records and lists of a call, checked: `.arguments` for the kernel, `.width` rows a query."""
+class Call:
+    """The arguments of `rope_sparse_attn`, checked; freqs None stands for "do not rotate"."""
 
-    def __init__(self, tokens, channels, window, window_rows, global_kv, global_rows, numerics):
-        self.window = records("window", window, numerics.window_kv, channels)
-        self.window_rows = array("window_rows", window_rows, np.int64, (tokens, None))
-        self.global_kv = records("global_kv", global_kv, numerics.main_kv, channels)
-        self.global_rows = array("global_rows", global_rows, np.int64, (tokens, None))
+    def __init__(
+        self, q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
+    ):
+        self.tokens, self.heads, self.channels = q.shape
+        self.q = array("q", q, np.float32, q.shape)
+        self.positions, self.freqs = self._rotation(positions, freqs)
+        self.window = self._records("window", window, numerics.window_kv)
+        self.window_rows = array("window_rows", window_rows, np.int64, (self.tokens, None))
+        self.global_kv = self._records("global_kv", global_kv, numerics.main_kv)
+        self.global_rows = array("global_rows", global_rows, np.int64, (self.tokens, None))
+        self.sink = array("sink", sink, np.float32, (self.heads,))
         self.width = self.window_rows.shape[1] + self.global_rows.shape[1]
+        self.pairs = 0 if freqs is None else len(self.freqs)
+        self.macros = {
+            "C": self.channels,
+            "NEAR": FORMATS[numerics.window_kv],
+            "FAR": FORMATS[numerics.main_kv],
+            "BF16": int(numerics.bf16),
+        }
 
-    def arguments(self, at=slice(None)):
-        """The kernel's arguments for the queries `at`."""
+    def _records(self, name, x, fmt):
+        if FORMATS[fmt] == 0:
+            return array(name, x, np.float32, (None, self.channels))
+        return array(name, x, np.uint8, (None, fmt.record_bytes(self.channels)))
+
+    def _rotation(self, positions, freqs):
+        if freqs is None:
+            return np.uintp(0), np.uintp(0)
+        if not isinstance(freqs, cupy.ndarray):
+            freqs = on_device(np.asarray(freqs, np.float32).tobytes(), cupy.cuda.Device().id)
+        if 2 * len(freqs) > self.channels:
+            raise ValueError(f"freqs: {len(freqs)} pairs do not fit into {self.channels} channels")
+        positions = array("positions", cupy.asarray(positions), np.int64, (self.tokens,))
+        return positions, array("freqs", freqs, np.float32, (None,))
+
+    def lists(self, at=slice(None)):
+        """Records and the rows that the queries `at` read."""
         return (
             *(self.window, np.int64(len(self.window))),
             *(self.window_rows[at], np.int32(self.window_rows.shape[1])),
@@ -53,40 +94,11 @@ class Reads:
             *(self.global_rows[at], np.int32(self.global_rows.shape[1])),
         )
 
-
-def records(name, x, fmt, channels):
-    """A pool of records of `fmt`, checked."""
-    if FORMATS[fmt] == 0:
-        return array(name, x, np.float32, (None, channels))
-    return array(name, x, np.uint8, (None, fmt.record_bytes(channels)))
-
-
-def small(q, numerics):
-    """Do the kernels of attention.cuh take queries of this shape and type, and these formats?"""
-    if q.ndim != 3 or q.dtype != np.float32:
-        return False
-    heads, channels = q.shape[1:]
-    sizes = heads in (4, 8, 16) and channels in (32, 64, 128, 256) and heads * channels <= 2048
-    return sizes and numerics.window_kv in FORMATS and numerics.main_kv in FORMATS
-
-
-def small_kernel(op, name, q, numerics):
-    """A kernel of <op>/kernel.cu for queries that are `small`."""
-    macros = {"H": q.shape[1], "C": q.shape[2], "BF16": int(numerics.bf16)}
-    formats = {"NEAR": FORMATS[numerics.window_kv], "FAR": FORMATS[numerics.main_kv]}
-    return kernel(op, name, **macros, **formats)
-
-
-def rotation(positions, freqs, tokens, channels):
-    """positions, freqs and their number for a kernel; None stands for "do not rotate"."""
-    if freqs is None:
-        return np.uintp(0), np.uintp(0), np.int32(0)
-    positions = array("positions", cupy.asarray(positions), np.int64, (tokens,))
-    if not isinstance(freqs, cupy.ndarray):
-        freqs = on_device(np.asarray(freqs, np.float32).tobytes(), cupy.cuda.Device().id)
-    if 2 * len(freqs) > channels:
-        raise ValueError(f"freqs: {len(freqs)} pairs do not fit into {channels} channels")
-    return positions, array("freqs", freqs, np.float32, (None,)), np.int32(len(freqs))
+    def arguments(self, at=slice(None)):
+        """Everything up to the sink, for the queries `at`."""
+        positions = self.positions[at] if self.pairs else self.positions
+        turn = positions, self.freqs, np.int32(self.pairs)
+        return self.q[at], *turn, *self.lists(at), self.sink
 
 
 @functools.lru_cache(maxsize=64)

@@ -1,14 +1,52 @@
 """Attention with both rotations inside; the contract is dsv41.sparse_attn.rope_sparse_attn's."""
 
+import cupy
+import numpy as np
+
 from dsv41 import sparse_attn as definitions
 
-from ..sparse_attn.cupy_op import attend, fits
+from ..attention import FORMATS, SHARED_BYTES, Call, launch
+from ..launch import kernel
+from ..sparse_attn.cupy_op import choose
+
+HEADS, CHANNELS, THREADS = 64, 512, 256  # the sizes of the released model, for which tiles are made
 
 
 def rope_sparse_attn(
     q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
 ):
     arguments = q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
-    if not fits(q, window_rows, global_rows, numerics):
-        return definitions.rope_sparse_attn.definition(*arguments)
-    return attend(*arguments)
+    version = tiles if fits(q, window_rows, global_rows, numerics) else None
+    version = version or choose(q, window_rows, global_rows, numerics)
+    return (version or definitions.rope_sparse_attn.definition)(*arguments)
+
+
+def fits(q, window_rows, global_rows, numerics):
+    """Is it a call of the released model: 64 heads of 512 channels, stored records, bf16?"""
+    formats = FORMATS.get(numerics.window_kv), FORMATS.get(numerics.main_kv), numerics.bf16
+    if q.dtype != np.float32 or q.shape[1:] != (HEADS, CHANNELS) or formats != (1, 2, True):
+        return False
+    width = window_rows.shape[-1] + global_rows.shape[-1]
+    return shared_bytes(HEADS, width, CHANNELS // 2) <= SHARED_BYTES
+
+
+def tiles(q, *rest, heads=None):
+    """`heads` of a token in a block: 64, or 16 where that leaves multiprocessors idle."""
+    call = Call(q, *rest)
+    if heads is None:
+        idle = 2 * call.tokens < cupy.cuda.Device().attributes["MultiProcessorCount"]
+        heads = 16 if idle else HEADS
+    out = cupy.empty_like(call.q)
+    if out.size:
+        function = kernel("rope_sparse_attn", "tiles", **call.macros, HEADS=heads)
+        blocks, shared = call.tokens * HEADS // heads, shared_bytes(heads, call.width, call.pairs)
+        launch(function, blocks, THREADS, (*call.arguments(), out), shared)
+    return out
+
+
+def shared_bytes(heads, width, pairs):
+    """What `tiles` keeps in shared memory, as laid out at its top."""
+    padded = 64 * -(-width // 64)
+    queries, keys, raw = 1024 * heads, 1024 * 64, 528 * 64
+    scores, weights, shrink = 2 * heads * 72 * 4, heads * 128, heads * 4
+    return queries + keys + raw + scores + weights + shrink + 8 * pairs + 8 * padded

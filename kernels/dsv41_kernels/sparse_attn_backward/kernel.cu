@@ -14,6 +14,7 @@
 // Bytes: each entry's part is written and read once (2 * 256 for C = 64); adding q and dout of every
 // reader to a record instead would read 4 KB per entry through L2. A sort would cost more than 1 + 2.
 
+#include "../records.cuh"
 #include "../attention.cuh"
 
 // Places are counted from the window records on: global record r is number near_count + r.
