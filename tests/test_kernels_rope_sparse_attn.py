@@ -3,6 +3,7 @@
 import re
 import shutil
 import subprocess
+import sys
 
 import numpy as np
 import pytest
@@ -41,23 +42,40 @@ def exact(q, positions, freqs, window, near_rows, pool, far_rows, sink):
 # ---- without a GPU --------------------------------------------------------------------------
 
 
-@pytest.mark.parametrize("heads", [16, 64])
-def test_both_block_sizes_compile_without_spills(heads, tmp_path):
+VARIANTS = {
+    "v3, 16 heads a block": ("sm_90", "-DHEADS=16"),
+    "v3, 64 heads a block": ("sm_90", "-DHEADS=64"),
+    "v4": ("sm_90a", "-DPIPELINE"),
+}
+
+
+@pytest.mark.parametrize("variant", VARIANTS)
+def test_every_version_compiles_without_spills(variant, tmp_path):
     if shutil.which("nvcc") is None:
         pytest.skip("nvcc is not installed: install a CUDA toolkit to compile the kernels here")
-    command = ["nvcc", "-arch=sm_90", "-std=c++17", "-ftz=true", "-DC=512", f"-DHEADS={heads}"]
+    arch, macro = VARIANTS[variant]
+    command = ["nvcc", f"-arch={arch}", "-std=c++17", "-ftz=true", "-DC=512", macro]
     command += [*STORED, "--cubin", "-Xptxas", "-v", "-o", str(tmp_path / "out.cubin")]
     source = ROOT / "rope_sparse_attn" / "kernel.cu"
     done = subprocess.run([*command, str(source)], capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
     assert set(re.findall(r"(\d+) bytes spill", done.stderr)) == {"0"}
+    assert "serialized" not in done.stderr, "wgmma results are touched while it runs"
 
 
 @pytest.mark.parametrize("tokens, blocks", [(1, 4), (65, 260), (66, 66), (100, 100)])
-def test_heads_are_spread_while_tokens_are_few(fake_device, tokens, blocks):  # noqa: F811
+def test_v3_spreads_heads_while_tokens_are_few(fake_device, tokens, blocks):  # noqa: F811
     arguments = inputs(near=[1] * tokens, far=[2] * tokens)
-    fake_device.load("rope_sparse_attn")(*on_device_list(fake_device, arguments), OFFICIAL)
+    fake_device.load("rope_sparse_attn")
+    tiles = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"].tiles
+    tiles(*on_device_list(fake_device, arguments), OFFICIAL)
     assert [launch[:3] for launch in fake_device.launches] == [("tiles", (blocks,), (256,))]
+
+
+def test_one_launch_with_a_block_per_token(fake_device):  # noqa: F811
+    arguments = on_device_list(fake_device, inputs())
+    fake_device.load("rope_sparse_attn")(*arguments, OFFICIAL)
+    assert [launch[:3] for launch in fake_device.launches] == [("pipeline", (3,), (384,))]
 
 
 def test_no_tokens_no_launch(fake_device):  # noqa: F811
@@ -99,13 +117,14 @@ def test_float32_numerics_go_to_the_plain_kernel(fake_device):  # noqa: F811
 
 def versions():
     """Every version as a function of the arguments of rope_sparse_attn."""
-    from dsv41_kernels.rope_sparse_attn.cupy_op import tiles
+    from dsv41_kernels.rope_sparse_attn.cupy_op import pipeline, tiles
     from dsv41_kernels.sparse_attn.cupy_op import plain
 
     return {
         "v1": plain,
         "v3, 64 heads a block": lambda *a: tiles(*a, heads=64),
         "v3, 16 heads a block": lambda *a: tiles(*a, heads=16),
+        "v4": pipeline,
     }
 
 

@@ -14,12 +14,16 @@ THREADS = 256
 
 
 @functools.cache
-def kernel(op, name, **macros):
-    """The compiled kernel `name` of <op>/kernel.cu, with -D macros."""
+def kernel(op, name, arch=None, **macros):
+    """The compiled kernel `name` of <op>/kernel.cu, with -D macros.
+
+    arch: "sm_90a" for instructions that only Hopper has; otherwise the device's own.
+    """
     import cupy
 
     source = spliced(Path(__file__).parent / op / "kernel.cu")
     options = ("--std=c++17", *(f"-D{key}={value}" for key, value in macros.items()))
+    options += (f"-arch={arch}",) if arch else ()
     return cupy.RawModule(code=source, options=options).get_function(name)
 
 

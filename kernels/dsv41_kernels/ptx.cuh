@@ -44,3 +44,10 @@ __device__ unsigned multiply_pairs(unsigned a, unsigned b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(d) : "r"(a), "r"(b));
   return d;
 }
+
+// Two float32 rounded to bf16, to nearest, ties to even.
+__device__ unsigned bf16_pair(float low, float high) {
+  unsigned d;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
+  return d;
+}

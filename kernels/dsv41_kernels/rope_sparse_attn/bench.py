@@ -11,7 +11,7 @@ from dsv41.quant import MAIN_KV_FP4, OFFICIAL, WINDOW_KV_FP8
 from ..bench import Case
 from ..sparse_attn.cupy_op import plain
 from ..sparse_attn.oracle import attention
-from .cupy_op import CHANNELS, HEADS, tiles
+from .cupy_op import CHANNELS, HEADS, pipeline, tiles
 
 WINDOW, SELECTED = 128, 512
 FREQS = np.float32(160_000.0 ** -(np.arange(32) / 32))
@@ -108,7 +108,8 @@ def cases(quick=False):
     sizes += [] if quick else [(8192, True)]
     for tokens, prefill in sizes:
         arguments = inputs(tokens, 65_536, prefill)
-        functions = {"v3": tiles, "v1": plain, "cupy text": definitions.rope_sparse_attn.definition}
+        text = definitions.rope_sparse_attn.definition
+        functions = {"v4": pipeline, "v3": tiles, "v1": plain, "cupy text": text}
         for version, function in functions.items():
             if not (prefill and version == "v1"):
                 yield case(version, tokens, prefill, arguments, function)
@@ -134,7 +135,7 @@ def case(version, tokens, prefill, arguments, function):
         check=lambda: error(function(*arguments, OFFICIAL), arguments),
         bytes=moved(tokens),
         flops=flops(tokens),
-        target_us=TARGETS[tokens] if version == "v3" else None,
+        target_us=TARGETS[tokens] if version == "v4" else None,
     )
 
 

@@ -9,14 +9,14 @@ from ..attention import FORMATS, SHARED_BYTES, Call, launch
 from ..launch import kernel
 from ..sparse_attn.cupy_op import choose
 
-HEADS, CHANNELS, THREADS = 64, 512, 256  # the sizes of the released model, for which tiles are made
+HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 and v4 are made
 
 
 def rope_sparse_attn(
     q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
 ):
     arguments = q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
-    version = tiles if fits(q, window_rows, global_rows, numerics) else None
+    version = pipeline if fits(q, window_rows, global_rows, numerics) else None
     version = version or choose(q, window_rows, global_rows, numerics)
     return (version or definitions.rope_sparse_attn.definition)(*arguments)
 
@@ -27,11 +27,11 @@ def fits(q, window_rows, global_rows, numerics):
     if q.dtype != np.float32 or q.shape[1:] != (HEADS, CHANNELS) or formats != (1, 2, True):
         return False
     width = window_rows.shape[-1] + global_rows.shape[-1]
-    return shared_bytes(HEADS, width, CHANNELS // 2) <= SHARED_BYTES
+    return pipeline_bytes(width, CHANNELS // 2) <= SHARED_BYTES
 
 
 def tiles(q, *rest, heads=None):
-    """`heads` of a token in a block: 64, or 16 where that leaves multiprocessors idle."""
+    """v3; `heads` of a token in a block: 64, or 16 where that leaves multiprocessors idle."""
     call = Call(q, *rest)
     if heads is None:
         idle = 2 * call.tokens < cupy.cuda.Device().attributes["MultiProcessorCount"]
@@ -39,14 +39,32 @@ def tiles(q, *rest, heads=None):
     out = cupy.empty_like(call.q)
     if out.size:
         function = kernel("rope_sparse_attn", "tiles", **call.macros, HEADS=heads)
-        blocks, shared = call.tokens * HEADS // heads, shared_bytes(heads, call.width, call.pairs)
-        launch(function, blocks, THREADS, (*call.arguments(), out), shared)
+        blocks, shared = call.tokens * HEADS // heads, tiles_bytes(heads, call.width, call.pairs)
+        launch(function, blocks, 256, (*call.arguments(), out), shared)
     return out
 
 
-def shared_bytes(heads, width, pairs):
+def pipeline(q, *rest):
+    """v4, a block per token."""
+    call = Call(q, *rest)
+    out = cupy.empty_like(call.q)
+    if out.size:
+        function = kernel("rope_sparse_attn", "pipeline", arch="sm_90a", **call.macros)
+        shared = pipeline_bytes(call.width, call.pairs)
+        launch(function, call.tokens, 384, (*call.arguments(), out), shared)
+    return out
+
+
+def tiles_bytes(heads, width, pairs):
     """What `tiles` keeps in shared memory, as laid out at its top."""
     padded = 64 * -(-width // 64)
     queries, keys, raw = 1024 * heads, 1024 * 64, 528 * 64
     scores, weights, shrink = 2 * heads * 72 * 4, heads * 128, heads * 4
     return queries + keys + raw + scores + weights + shrink + 8 * pairs + 8 * padded
+
+
+def pipeline_bytes(width, pairs):
+    """What `pipeline` keeps in shared memory, as laid out at its top."""
+    padded = 64 * -(-width // 64)
+    queries, keys, weights, shrink = 1024 * 64, 2 * 1024 * 64, 64 * 128, 64 * 4
+    return queries + keys + weights + shrink + 8 * pairs + 8 * padded + padded // 8

@@ -3,7 +3,7 @@
 //   q, out (T, 64, 512) f32; positions (T,) int64 and freqs (pairs,) f32;
 //   near: 528-byte window records, 512 E4M3 and 16 E8M0 scales; far: 288-byte main records, 512 E2M1,
 //   low nibble first, and 32 E4M3 scales; near_rows (T, W), far_rows (T, K) int64, negative = empty;
-//   sink (64,) f32. Macros: C 512, NEAR 1, FAR 2, BF16 1, and HEADS, how many a block takes.
+//   sink (64,) f32. Macros: C 512, NEAR 1, FAR 2, BF16 1, and HEADS, how many a block takes, for v3 only.
 // Rounding points are the definition's: q after its rotation; p = exp(s - running maximum of its chunk
 // of 64 records) before it meets the values, not in the denominator; o before and after it turns back.
 // A query that lists a row past the end of the records reads nothing there and gives NaN. Codes must be
@@ -11,15 +11,17 @@
 //
 // v1 is `plain` of sparse_attn/kernel.cu: a block per head, which decodes every record for itself, twice.
 //
-// v3 `tiles`: one block for 64 or 16 heads. Chunks of 64 records are copied as bytes in the background,
-// decoded once for all heads into bf16 and used by the tensor cores as keys and as values. Per token of
-// 640 records that is 215 KB from memory and 84 MFLOP; v1 reads and decodes the 215 KB 128 times.
+// v3 `tiles` (HEADS 64 or 16): one block for that many heads. Chunks of 64 records are copied as bytes in
+// the background, decoded once for all heads into bf16 and used by the tensor cores as keys and as values.
+// Per token of 640 records that is 215 KB from memory and 84 MFLOP; v1 reads and decodes them 128 times.
 //   Decoding places bits instead of converting: the bits of an E2M1 or E4M3 code, put where bf16 has
 //   its sign, exponent and mantissa, are the value times 2^-126 or 2^-120; one product with the scale
 //   times 2^118 or 2^112 leaves 2^-8, which the score's factor and the last division take back. All of
 //   it is exact.
 //   Few tokens fill the device when their heads are spread over four blocks. No score and no value is a
 //   sum over blocks, so o has the same bits however many tokens come along.
+//
+// v4 `pipeline`: decoding beside the products instead of between them, see pipeline.cuh.
 
 #include "../records.cuh"
 #include "../ptx.cuh"
@@ -28,25 +30,15 @@ constexpr int CHUNK = 64;
 constexpr float NEVER = -1e30f;
 
 static_assert(C == 512 && NEAR == 1 && FAR == 2 && BF16 == 1, "stored records of 512 channels");
-constexpr int WARPS = 8, ALL_HEADS = 64, ROW = 1024;  // bytes of a row of 512 bf16
-constexpr int RAW = 528;                              // bytes kept per record, the larger format
-constexpr int M_TILES = HEADS / 16;
-constexpr int M_SCORES = M_TILES == 4 ? 2 : 1, N_SCORES = M_TILES == 4 ? 4 : 2;  // tiles of a warp
-constexpr int S_STRIDE = CHUNK + 8, O_STRIDE = C + 4;  // floats: rows start in other banks
-constexpr int PARTS = WARPS * 32 / HEADS;              // threads that share a head in the softmax
+constexpr int ALL_HEADS = 64, NEAR_BYTES = 528, FAR_BYTES = 288;
+constexpr int O_STRIDE = C + 4;  // floats from row to row of o on its way out: other banks
 constexpr float LOG2_E = 1.4426950408889634f, LIFT = 256.f;  // records are kept as value * 2^-8
 
-extern __shared__ float4 shared[];
+extern __shared__ __align__(1024) float4 shared[];
 
-// Rows of bf16 in pieces of 16 bytes; piece i of a row lies at i ^ (row % 8), so that eight rows, or
-// eight pieces, never meet in one bank. Within a piece the channels are 0 4 1 5 2 6 3 7: decoding makes
-// pairs (i, i + 4). It is the same for q and records, and undone where o leaves.
-template <int BYTES>
-__device__ char* piece(char* rows, int row, int index) {
-  return rows + row * BYTES + ((index ^ (row & 7)) << 4);
-}
-
-// Eight channels from eight E2M1 codes, or from eight E4M3 codes, times the scale of both halves.
+// A piece of 16 bytes, eight channels, from eight E2M1 or E4M3 codes, times the scale (twice the same
+// bf16). Its channels are 0 4 1 5 2 6 3 7: placing bits makes pairs (i, i + 4). The order is the same
+// for q, so scores do not see it, and it is undone where o leaves.
 __device__ uint4 place_e2m1(unsigned w, unsigned scale) {
   const unsigned sign = 0x80008000u, size = 0x01c001c0u;
   return make_uint4(multiply_pairs((w << 12 & sign) | (w << 6 & size), scale),
@@ -68,192 +60,23 @@ __device__ unsigned e4m3_scale(unsigned code) {
 }
 __device__ unsigned e8m0_scale(unsigned code) { return twice(code > 142 ? 0x7fc0 : (code + 112) << 7); }
 
-__device__ unsigned bf16_pair(float low, float high) {
-  return __float_as_uint(bf16(low)) >> 16 | (__float_as_uint(bf16(high)) & 0xffff0000u);
+// Piece i of a head's q (8 channels), turned and rounded; channels 0 4 1 5 2 6 3 7, as records have them.
+__device__ uint4 query_piece(const float4* q, int i, const float2* angle, int pairs) {
+  float4 low = q[2 * i], high = q[2 * i + 1];
+  float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+  const int first = i % (C / 8) * 4 - (C / 2 - pairs);
+#pragma unroll
+  for (int n = 0; n < 4; ++n)
+    if (first + n >= 0) turn_pair(x[2 * n], x[2 * n + 1], angle[first + n]);
+  return make_uint4(bf16_pair(x[0], x[4]), bf16_pair(x[1], x[5]), bf16_pair(x[2], x[6]),
+                    bf16_pair(x[3], x[7]));
 }
 
-// The bytes of chunk `chunk` set out for shared memory; empty places become zeros.
-__device__ void fetch(char* raw, const long long* rows, int chunk, const Lists& lists) {
-  for (int i = threadIdx.x; i < CHUNK * (RAW / 16); i += WARPS * 32) {
-    int j = i / (RAW / 16), part = i % (RAW / 16), place = chunk * CHUNK + j;
-    bool recent = place < lists.near_width;
-    long long row = rows[place];
-    const int bytes = recent ? 528 : 288;
-    if (part * 16 >= bytes) continue;
-    const unsigned char* from = recent ? lists.near : lists.far;
-    copy_16(raw + j * RAW + part * 16, from + (row < 0 ? 0 : row * bytes + part * 16), row >= 0);
-  }
-}
-
-// raw -> keys (CHUNK rows of ROW bytes). Neighbouring threads take neighbouring records.
-__device__ void decode_chunk(char* keys, const char* raw, int chunk, int near_width) {
-  const int j = threadIdx.x % CHUNK;
-  const char* record = raw + j * RAW;
-  const unsigned char* scales = reinterpret_cast<const unsigned char*>(record);
-  if (chunk * CHUNK + j < near_width) {
-#pragma unroll 4
-    for (int i = threadIdx.x / CHUNK; i < 32; i += WARPS * 32 / CHUNK) {  // 16 channels
-      uint4 codes = reinterpret_cast<const uint4*>(record)[i];
-      unsigned scale = e8m0_scale(scales[512 + i / 2]);
-      *reinterpret_cast<uint4*>(piece<ROW>(keys, j, 2 * i)) = place_e4m3(codes.x, codes.y, scale);
-      *reinterpret_cast<uint4*>(piece<ROW>(keys, j, 2 * i + 1)) = place_e4m3(codes.z, codes.w, scale);
-    }
-  } else {
-#pragma unroll 2
-    for (int i = threadIdx.x / CHUNK; i < 16; i += WARPS * 32 / CHUNK) {  // 32 channels
-      uint4 codes = reinterpret_cast<const uint4*>(record)[i];
-      unsigned first = e4m3_scale(scales[256 + 2 * i]), second = e4m3_scale(scales[257 + 2 * i]);
-      *reinterpret_cast<uint4*>(piece<ROW>(keys, j, 4 * i)) = place_e2m1(codes.x, first);
-      *reinterpret_cast<uint4*>(piece<ROW>(keys, j, 4 * i + 1)) = place_e2m1(codes.y, first);
-      *reinterpret_cast<uint4*>(piece<ROW>(keys, j, 4 * i + 2)) = place_e2m1(codes.z, second);
-      *reinterpret_cast<uint4*>(piece<ROW>(keys, j, 4 * i + 3)) = place_e2m1(codes.w, second);
-    }
-  }
-}
-
-// q of HEADS heads, turned and rounded.
-__device__ void load_queries(char* queries, const float4* q, const float2* angle, int pairs) {
-  for (int i = threadIdx.x; i < HEADS * C / 8; i += WARPS * 32) {
-    float4 low = q[2 * i], high = q[2 * i + 1];
-    float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-    int row = i / (C / 8), index = i % (C / 8), first = 4 * index - (C / 2 - pairs);
-#pragma unroll
-    for (int n = 0; n < 4; ++n)
-      if (first + n >= 0) turn_pair(x[2 * n], x[2 * n + 1], angle[first + n]);
-    *reinterpret_cast<uint4*>(piece<ROW>(queries, row, index)) =
-        make_uint4(bf16_pair(x[0], x[4]), bf16_pair(x[1], x[5]), bf16_pair(x[2], x[6]),
-                   bf16_pair(x[3], x[7]));
-  }
-}
-
-// scores (2, HEADS, S_STRIDE): q k over either half of the channels. Four warps share a half.
-__device__ void score_chunk(float* scores, char* queries, char* keys) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / 4;
-  const int m0 = M_TILES == 4 ? warp % 2 * 32 : 0, n0 = M_TILES == 4 ? warp % 4 / 2 * 32 : warp % 4 * 16;
-  float s[M_SCORES][N_SCORES][4] = {};
-#pragma unroll 2
-  for (int k = half * 32; k < half * 32 + 32; k += 2) {  // two pieces are 16 channels
-    unsigned a[M_SCORES][4];
-#pragma unroll
-    for (int m = 0; m < M_SCORES; ++m)
-      load_matrices(a[m], piece<ROW>(queries, m0 + 16 * m + lane % 16, k + lane / 16));
-#pragma unroll
-    for (int n = 0; n < N_SCORES; n += 2) {
-      unsigned b[4];
-      load_matrices(b, piece<ROW>(keys, n0 + 8 * n + lane % 8 + lane / 16 * 8, k + lane / 8 % 2));
-#pragma unroll
-      for (int m = 0; m < M_SCORES; ++m) {
-        mma(s[m][n], a[m], b[0], b[1]);
-        mma(s[m][n + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-#pragma unroll
-  for (int m = 0; m < M_SCORES; ++m)
-#pragma unroll
-    for (int n = 0; n < N_SCORES; ++n) {
-      float* to = scores + (half * HEADS + m0 + 16 * m + lane / 4) * S_STRIDE + n0 + 8 * n + lane % 4 * 2;
-      *reinterpret_cast<float2*>(to) = make_float2(s[m][n][0], s[m][n][1]);
-      *reinterpret_cast<float2*>(to + 8 * S_STRIDE) = make_float2(s[m][n][2], s[m][n][3]);
-    }
-}
-
-// One chunk of the softmax: weights p in bf16, and by how much what was summed before shrinks. PARTS
-// threads share a head; sums are paired so that they come out the same for both values of PARTS.
-__device__ void weigh_chunk(char* weights, float* shrink, const float* scores, const long long* rows,
-                            float& top, float& total) {
-  const int head = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
-  constexpr int GROUPS = 16 / PARTS;  // of four places
-  const float scale = LIFT * LOG2_E / sqrtf((float)C);
-  float p[GROUPS][4], before = top;
-#pragma unroll
-  for (int i = 0; i < GROUPS; ++i) {
-    const int j = 4 * (part + i * PARTS);
-    float4 x = *reinterpret_cast<const float4*>(scores + head * S_STRIDE + j);
-    float4 y = *reinterpret_cast<const float4*>(scores + (HEADS + head) * S_STRIDE + j);
-    p[i][0] = x.x + y.x, p[i][1] = x.y + y.y, p[i][2] = x.z + y.z, p[i][3] = x.w + y.w;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-      p[i][n] = rows[j + n] >= 0 ? p[i][n] * scale : minus_infinity();
-      top = fmaxf(top, p[i][n]);
-    }
-  }
-  for (int step = 1; step < PARTS; step *= 2) top = fmaxf(top, __shfl_xor_sync(~0u, top, step));
-  float sum[GROUPS];
-#pragma unroll
-  for (int i = 0; i < GROUPS; ++i) {
-    const int group = part + i * PARTS;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) p[i][n] = exp2f(p[i][n] - top);
-    sum[i] = (p[i][0] + p[i][1]) + (p[i][2] + p[i][3]);
-    *reinterpret_cast<uint2*>(piece<2 * CHUNK>(weights, head, group / 2) + group % 2 * 8) =
-        make_uint2(bf16_pair(p[i][0], p[i][1]), bf16_pair(p[i][2], p[i][3]));
-  }
-#pragma unroll
-  for (int step = GROUPS / 2; step; step /= 2)
-    for (int i = 0; i < step; ++i) sum[i] += sum[i + step];
-  for (int step = PARTS / 2; step; step /= 2) sum[0] += __shfl_xor_sync(~0u, sum[0], step);
-  float decay = exp2f(before - top);
-  total = total * decay + sum[0];
-  if (part == 0) shrink[head] = decay;
-}
-
-// o += p v for the 64 channels of this warp.
-__device__ void add_values(float o[M_TILES][8][4], char* weights, char* keys, const float* shrink) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  bool shrinks = false;
-  float factor[M_TILES][2];
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      factor[m][n] = shrink[16 * m + 8 * n + lane / 4];
-      shrinks |= factor[m][n] != 1.f;
-    }
-  if (__any_sync(~0u, shrinks)) {
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-      for (int n = 0; n < 8; ++n) {
-        o[m][n][0] *= factor[m][0], o[m][n][1] *= factor[m][0];
-        o[m][n][2] *= factor[m][1], o[m][n][3] *= factor[m][1];
-      }
-  }
-#pragma unroll
-  for (int k = 0; k < CHUNK / 16; ++k) {
-    unsigned a[M_TILES][4];
-#pragma unroll
-    for (int m = 0; m < M_TILES; ++m)
-      load_matrices(a[m], piece<2 * CHUNK>(weights, 16 * m + lane % 16, 2 * k + lane / 16));
-#pragma unroll
-    for (int n = 0; n < 8; n += 2) {
-      unsigned b[4];
-      load_transposed(b, piece<ROW>(keys, 16 * k + lane % 16, 8 * warp + n + lane / 16));
-#pragma unroll
-      for (int m = 0; m < M_TILES; ++m) {
-        mma(o[m][n], a[m], b[0], b[1]);
-        mma(o[m][n + 1], a[m], b[2], b[3]);
-      }
-    }
-  }
-}
-
-// o over its norm, rounded, turned back, rounded, out.
-__device__ void store_values(float* out, float* rows, const float o[M_TILES][8][4], const float* norm,
-                             const float2* angle, int pairs) {
-  const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-#pragma unroll
-  for (int m = 0; m < M_TILES; ++m)
-#pragma unroll
-    for (int n = 0; n < 8; ++n)
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        int head = 16 * m + lane / 4 + i / 2 * 8, channel = 64 * warp + 8 * n + lane % 4 + i % 2 * 4;
-        rows[head * O_STRIDE + channel] = bf16(o[m][n][i] * LIFT / norm[head]);
-      }
-  __syncthreads();
-  for (int i = threadIdx.x; i < HEADS * QUADS; i += WARPS * 32) {
-    float4 x = *reinterpret_cast<float4*>(rows + i / QUADS * O_STRIDE + i % QUADS * 4);
+// o of `heads` heads from rows of O_STRIDE floats, turned back and rounded, by `threads` threads.
+__device__ void write_rows(float* out, const float* rows, int heads, const float2* angle, int pairs,
+                           int threads) {
+  for (int i = threadIdx.x; i < heads * QUADS; i += threads) {
+    float4 x = *reinterpret_cast<const float4*>(rows + i / QUADS * O_STRIDE + i % QUADS * 4);
     int first = i % QUADS * 2 - (C / 2 - pairs);
     if (first >= 0) turn_pair(x.x, x.y, make_float2(angle[first].x, -angle[first].y));
     if (first + 1 >= 0) turn_pair(x.z, x.w, make_float2(angle[first + 1].x, -angle[first + 1].y));
@@ -261,52 +84,8 @@ __device__ void store_values(float* out, float* rows, const float o[M_TILES][8][
   }
 }
 
-extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
-    tiles(const float* q, const long long* positions, const float* freqs, int pairs,
-          const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
-          const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-          const float* sink, float* out) {
-  const Lists lists = {near, far, near_count, far_count, near_rows, far_rows, near_width, far_width};
-  const int chunks = (near_width + far_width + CHUNK - 1) / CHUNK;
-  const int groups = ALL_HEADS / HEADS, first_head = blockIdx.x % groups * HEADS;
-  const long long token = blockIdx.x / groups;
-  char* queries = reinterpret_cast<char*>(shared);                // (HEADS, 512) bf16
-  char* keys = queries + HEADS * ROW;                             // (CHUNK, 512) bf16
-  char* raw = keys + CHUNK * ROW;                                 // (CHUNK, RAW) bytes
-  float* scores = reinterpret_cast<float*>(raw + CHUNK * RAW);    // (2, HEADS, S_STRIDE)
-  char* weights = reinterpret_cast<char*>(scores + 2 * HEADS * S_STRIDE);  // (HEADS, CHUNK) bf16
-  float* shrink = reinterpret_cast<float*>(weights + HEADS * CHUNK * 2);   // (HEADS,); later norms
-  float2* angle = reinterpret_cast<float2*>(shrink + HEADS);      // (pairs,)
-  long long* rows = reinterpret_cast<long long*>(angle + pairs);  // (chunks * CHUNK,)
-
-  bool past_the_end = false;
-  for (int j = threadIdx.x; j < chunks * CHUNK; j += WARPS * 32)
-    rows[j] = lists.row(token, j, past_the_end);
-  for (int i = threadIdx.x; i < pairs; i += WARPS * 32)
-    angle[i] = angle_of(positions[token], freqs[i], false);
-  past_the_end = __syncthreads_or(past_the_end);
-  if (chunks) fetch(raw, rows, 0, lists);
-  const long long begin = (token * ALL_HEADS + first_head) * C;
-  load_queries(queries, reinterpret_cast<const float4*>(q + begin), angle, pairs);
-
-  float o[M_TILES][8][4] = {}, top = NEVER, total = 0.f;
-  for (int chunk = 0; chunk < chunks; ++chunk) {
-    wait_for_copies();
-    __syncthreads();  // the bytes are here, and nobody reads the keys before these any more
-    decode_chunk(keys, raw, chunk, near_width);
-    __syncthreads();
-    if (chunk + 1 < chunks) fetch(raw, rows, chunk + 1, lists);
-    score_chunk(scores, queries, keys);
-    __syncthreads();
-    weigh_chunk(weights, shrink, scores, rows + chunk * CHUNK, top, total);
-    __syncthreads();
-    add_values(o, weights, keys, shrink);
-  }
-  __syncthreads();
-  const int head = threadIdx.x / PARTS;
-  float norm = total + exp2f(sink[first_head + head] * LOG2_E - top);
-  if (norm == 0.f) norm = 1.f;  // no records gives an infinite norm: o is 0
-  if (threadIdx.x % PARTS == 0) shrink[head] = past_the_end ? not_a_number() : norm;
-  __syncthreads();
-  store_values(out + begin, reinterpret_cast<float*>(shared), o, shrink, angle, pairs);
-}
+#ifdef HEADS
+#include "tiles.cuh"
+#else
+#include "pipeline.cuh"
+#endif
