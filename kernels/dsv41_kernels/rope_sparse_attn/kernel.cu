@@ -24,7 +24,7 @@
 // v4 `pipeline`: decoding beside the products instead of between them, see pipeline.cuh.
 
 #include "../records.cuh"
-#include "../ptx.cuh"
+#include "../tensor.cuh"
 
 constexpr int CHUNK = 64;
 constexpr float NEVER = -1e30f;
