@@ -8,6 +8,7 @@
     data      where does the training text come from?
     train     can it learn?
     bench     how fast is the plain text on this machine?
+    kernels   which operations have CUDA kernels, and are they right and fast here?
 
 A user's mistake ends with one line on stderr and exit code 2.
 """
@@ -119,6 +120,8 @@ def _parser():
     bench = add("bench", _bench, "tokens per second and peak memory of two random models")
     bench.add_argument("--prompt", type=int, default=1024, help="prompt tokens (default 1024)")
     bench.add_argument("--steps", type=int, default=32, help="decode steps (default 32)")
+
+    add("kernels", _kernels, "which CUDA kernels there are; on a GPU each is checked and timed")
     return parser
 
 
@@ -324,3 +327,11 @@ def _bench(arguments):
     print()
     for line in context_report():
         print(line, flush=True)
+
+
+def _kernels(arguments):
+    try:
+        from dsv41_kernels.overview import report
+    except ModuleNotFoundError as error:
+        raise ImportError(f"{error}; in a checkout put kernels/ on PYTHONPATH") from None
+    return 1 if report() else 0

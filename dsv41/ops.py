@@ -12,6 +12,7 @@ Linear, RMSNorm, Gate and Expert in the released inference/model.py.
 
 import numpy as np
 
+from .dispatch import op
 from .formats import contiguous, f32
 
 ROW_BLOCK = 8  # rows per product under batch_invariant; every OpenBLAS kernel treats 8 rows alike
@@ -21,6 +22,16 @@ def rmsnorm(x, weight, eps, numerics):
     """x (..., C) f32, weight (C,) f32 -> (..., C) f32, normalised over the last axis."""
     x = contiguous(x)
     return numerics.store(x * (1 / np.sqrt(mean_square(x) + np.float32(eps))) * weight)
+
+
+@op
+def rmsnorm_fp8(x, weight, eps, numerics):
+    """x (..., C) f32 or bf16, weight (C,) f32 -> the normalised rows as an FP8 linear reads them.
+
+    Records (..., C + C/32) uint8 of `numerics.activation` (MXFP8 under OFFICIAL). A kernel may sum
+    the squares in another order: then single values differ by a step of their bf16 rounding.
+    """
+    return numerics.activation.encode(rmsnorm(f32(x), weight, eps, numerics))
 
 
 def mean_square(x):

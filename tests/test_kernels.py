@@ -1,15 +1,22 @@
 """CUDA kernels: every source compiles for Hopper without spills, and equals its definition."""
 
 import importlib
+import json
 import re
 import shutil
 import subprocess
+from contextlib import nullcontext
+from dataclasses import replace
 from pathlib import Path
+from types import SimpleNamespace
 
 import numpy as np
 import pytest
+from dsv41_kernels import bench, errors, launch, nvrtc, overview, readme, timing
+from dsv41_kernels.arguments import cuda_array
+from fake_cuda import on_device
 
-from dsv41.dispatch import OPS, find_kernel
+from dsv41.dispatch import OPS, errors_at_end, find_kernel
 from dsv41.mhc import sinkhorn
 from dsv41.train.mhc import sinkhorn_backward
 from dsv41.train.ops import segment_sums
@@ -17,25 +24,189 @@ from dsv41.train.sparse_attn import sparse_attn_backward  # noqa: F401, makes it
 
 ROOT = Path(__file__).parent.parent / "kernels" / "dsv41_kernels"
 SOURCES = sorted(ROOT.glob("*/kernel.cu"))
-STORED = ("-DNEAR=1", "-DFAR=2", "-DBF16=1")
-MACROS = {
-    "sparse_attn": ("-DC=64", "-DH=8", *STORED),
-    "sparse_attn_backward": ("-DC=64", "-DH=8", *STORED),
-    "rope_sparse_attn": ("-DC=512", "-DHEADS=64", *STORED),
-}
 
 
-@pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.parent.name)
-def test_source_compiles_for_hopper_without_spills(path, tmp_path):
-    if shutil.which("nvcc") is None:
-        pytest.skip("nvcc is not installed: install a CUDA toolkit to compile the kernels here")
-    macros = MACROS.get(path.parent.name, ("-DS=4", "-DPASSES=39"))
-    command = ["nvcc", "-arch=sm_90", *macros, "--cubin", "-Xptxas", "-v"]
-    done = subprocess.run(
-        [*command, "-o", str(tmp_path / "out.cubin"), str(path)], capture_output=True, text=True
-    )
+def usage_by_nvcc(op, arch, macros, folder):
+    """Like nvrtc.usage, for a machine that has a toolkit but not the wheel."""
+    text, cubin = folder / "kernel.cu", folder / "kernel.cubin"
+    text.write_text(launch.source(op))
+    flags = [f"-D{key}={value}" for key, value in macros.items()]
+    command = ["nvcc", f"-arch={arch}", *flags, "--cubin", "-Xptxas", "-v", "-o", cubin, text]
+    done = subprocess.run(command, capture_output=True, text=True)
     assert done.returncode == 0, done.stderr
-    assert re.findall(r"(\d+) bytes spill", done.stderr).count("0") >= 2
+    return nvrtc.read_log(done.stderr)
+
+
+@pytest.mark.parametrize("op", nvrtc.operations())
+def test_source_compiles_for_hopper_without_spills(op, tmp_path):
+    """v1 may be slow, every later version must fit into its registers."""
+    for arch, macros in launch.builds(op):
+        if nvrtc.available():
+            found = nvrtc.usage(op, arch, macros)
+        elif shutil.which("nvcc"):
+            found = usage_by_nvcc(op, arch, macros, tmp_path)
+        else:
+            pytest.skip("no CUDA compiler: pip install nvidia-cuda-nvrtc")
+        assert found, f"{op}: no kernel in it"
+        spilled = [k for k in found if k.spills and not k.name.endswith("_v1")]
+        assert not spilled, f"{op} {macros}: {spilled}"
+
+
+def test_a_spill_is_seen():
+    """Too many live values for 32 registers a thread: the report must say so."""
+    if not nvrtc.available():
+        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
+    text = """extern "C" __global__ void __launch_bounds__(1024, 2) wide(float* x) {
+      float v[64];
+      for (int i = 0; i < 64; ++i) v[i] = x[i * 1024 + threadIdx.x];
+      __syncthreads();
+      for (int i = 0; i < 64; ++i) x[i * 1024 + threadIdx.x] = v[i] * v[63 - i];
+    }"""
+    (found,) = nvrtc.read_log(nvrtc.compile_source(text, ("-arch=sm_90",)))
+    assert found.name == "wide" and found.registers == 32 and found.spills > 0
+
+
+def test_a_source_that_does_not_compile_says_where():
+    if not nvrtc.available():
+        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
+    with pytest.raises(ValueError, match=r"kernel.cu\(1\): error"):
+        nvrtc.compile_source("__global__ void f() { undefined(); }", ("-arch=sm_90",))
+
+
+def test_our_headers_are_part_of_the_source(tmp_path, monkeypatch):
+    """CuPy's cache is keyed by the source: a changed header has to change it."""
+    monkeypatch.setattr(launch, "HERE", tmp_path)
+    (tmp_path / "some").mkdir()
+    (tmp_path / "some" / "kernel.cu").write_text(
+        '#include "a.cuh"\n#include <cuda_bf16.h>\n#include "b.cuh"\n// build: sm_90a N=2 M=3\n'
+    )
+    (tmp_path / "a.cuh").write_text('#pragma once\n#include "b.cuh"\nint a;\n')
+    (tmp_path / "some" / "b.cuh").write_text("int near;\n")
+    with pytest.raises(FileNotFoundError, match=r'some: no file for #include "b.cuh"'):
+        launch.source("some")
+    (tmp_path / "b.cuh").write_text("int shared;\n")
+    text = launch.source("some")
+    assert text.index("int shared;") < text.index("int a;") < text.index("int near;")
+    assert '"a.cuh"' not in text and "#include <cuda_bf16.h>" in text
+    assert launch.builds("some") == [("sm_90a", {"N": "2", "M": "3"})]
+    assert "-arch=sm_90a" in launch.options("sm_90a", {"N": 2})
+
+
+def test_nothing_is_launched_for_no_blocks():
+    calls = []
+
+    def record(blocks, threads, arguments, shared_mem):
+        calls.append((blocks, threads, arguments, shared_mem))
+
+    launch.launch(record, launch.grid(0), 256, ())
+    launch.launch(record, launch.grid(257), 256, ("x",), 64)
+    assert calls == [((2,), (256,), ("x",), 64)]
+
+
+def test_the_first_bad_element_of_a_kernel_becomes_a_value_error():
+    def describe(position, kind):
+        return f"{kind} at {errors.at((2, 3), position)}"
+
+    with errors.bad_values(describe, np.zeros(1)) as word:
+        assert word[0] == 0
+    with pytest.raises(ValueError, match=r"inf at \(1, 2\)"):
+        with errors.bad_values(describe, np.zeros(1)) as word:
+            for position, kind in ((5, 1), (7, 0)):
+                word[0] = max(word[0], np.uint64(2**64 - 1 - (4 * position + kind)))
+
+
+def test_deferred_errors_are_raised_once_at_the_end(fake_cuda):
+    x, reached = on_device(np.zeros(1)), []
+    with pytest.raises(ValueError, match="second: nan at 3"):
+        with errors.deferred_errors():
+            for n, name in enumerate(("first", "second", "third")):
+                with errors.bad_values(lambda p, k, name=name: f"{name}: {k} at {p}", x) as word:
+                    word[0] = np.uint64(2**64 - 1 - 4 * 3) if n else 0
+                reached.append(name)
+    assert reached == ["first", "second", "third"]
+    with errors.deferred_errors(), errors.bad_values(lambda p, k: "stale", x):
+        pass
+
+
+def test_an_error_inside_a_step_clears_what_kernels_reported(fake_cuda):
+    x = on_device(np.zeros(1))
+    with pytest.raises(KeyError):
+        with errors_at_end(), errors.bad_values(lambda p, k: "hidden", x) as word:
+            word[0] = 1
+            raise KeyError
+    with errors_at_end(), errors.bad_values(lambda p, k: "stale", x):
+        pass
+
+
+@pytest.mark.parametrize(
+    ("x", "error", "message"),
+    [
+        (np.zeros((2, 4), np.float32), TypeError, "x: expected a CUDA array, got a numpy.ndarray"),
+        ([1.0], TypeError, "x: expected a CUDA array, got a builtins.list"),
+        (on_device(np.zeros((2, 4))), TypeError, "x: expected float32, got float64"),
+        (on_device(np.zeros(4, np.float32)), ValueError, r"x: expected 2 axes, got shape \(4,\)"),
+    ],
+)
+def test_arguments_that_a_kernel_could_not_survive(fake_cuda, x, error, message):
+    with pytest.raises(error, match=message):
+        cuda_array("x", x, np.float32, ndim=2)
+
+
+def test_arguments_of_another_layout_are_copied(fake_cuda):
+    x = on_device(np.arange(24, dtype=np.float32).reshape(4, 6))
+    assert cuda_array("x", x, np.float32) is x
+    for view in (x.T, x[:, 1:], x[:, ::2], x.reshape(-1)[1:]):
+        got = cuda_array("x", view, np.float32)
+        assert got.flags.c_contiguous and got.data.ptr % 16 == 0 and np.array_equal(got, view)
+
+
+def test_arguments_of_another_gpu_are_refused(fake_cuda, monkeypatch):
+    x = on_device(np.zeros((2, 4), np.float32))
+    monkeypatch.setattr(type(x), "device", SimpleNamespace(id=1))
+    with pytest.raises(ValueError, match="x: lives on GPU 1, the current one is 0"):
+        cuda_array("x", x, np.float32)
+
+
+class FakeTimer:
+    """1 microsecond hot, 2 cold, on a machine that copies 1000 GB/s."""
+
+    copy_gbps, matrix_tflops = 1000.0, 500.0
+
+    def measure(self, call):
+        call()
+        return timing.spread([1.0]), timing.spread([1.5, 2.0, 2.5]), "graph"
+
+    def clock_mhz(self):
+        return 1700
+
+
+def test_a_case_is_checked_before_it_is_timed(monkeypatch):
+    def wrong():
+        raise AssertionError("off by one")
+
+    order = []
+    good = bench.Case("op", "v1", "n=1", lambda: order.append("call"), lambda: 0.5, 10**6, 10**9)
+    record = run_case(monkeypatch, good)
+    assert (record["floor_us"], record["bound"], record["share"]) == (2.0, "math", 1.0)
+    assert (record["gbps"], record["tflops"], record["error"]) == (500.0, 500.0, 0.5)
+    assert record["cold_us"] == {"median": 2.0, "p10": 1.6, "p90": 2.4} and order == ["call"]
+    assert "op" in bench.line(record)
+    with pytest.raises(AssertionError, match="off by one"):
+        run_case(monkeypatch, replace(good, check=wrong))
+    assert order == ["call"]
+
+
+def run_case(monkeypatch, case):
+    monkeypatch.setattr(bench, "deferred_errors", nullcontext)
+    return bench.run(case, FakeTimer())
+
+
+def test_the_overview_lists_every_definition(capsys):
+    lines = []
+    assert overview.report(lines.append) == 0 or overview.device()[0] is not None
+    text = "\n".join(lines)
+    assert all(re.search(rf"^{name} ", text, re.MULTILINE) for name in OPS)
+    assert re.search(r"^sinkhorn +dsv41.mhc +cupy", text, re.MULTILINE)
 
 
 @pytest.mark.parametrize("path", SOURCES, ids=lambda p: p.parent.name)
@@ -95,3 +266,39 @@ def test_kernel_modules_import_without_a_gpu_library_only_when_asked():
     """The package itself imports anywhere; only an op's module needs CuPy."""
     assert importlib.import_module("dsv41_kernels").__doc__
     assert importlib.import_module("dsv41_kernels.launch").grid(257) == (2,)
+
+
+RECORD = {
+    "op": "sinkhorn",
+    "version": "v1",
+    "shape": "T=8",
+    "bytes": 4096,
+    "floor_us": 1.0,
+    "cold_us": {"median": 4.0, "p10": 3.5, "p90": 5.25},
+    "hot_us": {"median": 2.0, "p10": 2.0, "p90": 2.0},
+    "share": 0.25,
+    "target_us": None,
+    "device": "Some GPU",
+    "copy_gbps": 4000.0,
+    "date": "2026-01-02",
+    "command": "python -m dsv41_kernels.bench sinkhorn",
+}
+
+
+def test_the_readme_shows_the_results_and_nothing_else():
+    text = readme.README.read_text(encoding="utf-8")
+    assert readme.render(text, readme.load()) == text, "run python -m dsv41_kernels.readme"
+
+
+def test_a_row_of_the_readme_names_the_fastest_version(tmp_path):
+    faster = RECORD | {"version": "v2", "cold_us": {"median": 2.0, "p10": 1.5, "p90": 1234.5}}
+    peer = RECORD | {"version": "torch", "cold_us": {"median": 0.5, "p10": 0.5, "p90": 0.5}}
+    older = faster | {"date": "2026-01-01", "cold_us": {"median": 0.1, "p10": 0.1, "p90": 0.1}}
+    (tmp_path / "a.json").write_text(json.dumps([RECORD, faster, peer]))
+    (tmp_path / "b.json").write_text(json.dumps([older]))
+    made = readme.render(f"top {readme.BEGIN}stale{readme.END} tail", readme.load(tmp_path))
+    assert made.startswith("top ") and made.endswith(" tail") and "stale" not in made
+    assert "### Some GPU, 2026-01-02" in made
+    assert "| `sinkhorn` | `dsv41.mhc` | v1 4.0, v2 2.0 | T=8 | 4,096 | 1.0 |" in made
+    assert "| v2: 2.0 (1.5–1,234) / 2.0 | 25.0% |  |  | 0.5 |  |" in made
+    assert "`fp4_pack`" in made.split("Not measured yet")[1]

@@ -20,7 +20,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..dispatch import beside, to_host
+from ..dispatch import beside, errors_at_end, to_host
 from ..init import random_params
 from ..quant import FLOAT32, OFFICIAL, WEIGHT_FP8
 from ..tensors import flatten, nest
@@ -92,7 +92,8 @@ class Trainer:
         clock, step = [time.perf_counter()], self.done
         documents = self._documents(step)
         clock.append(time.perf_counter())
-        grads, info = self._loss_and_grads(documents, step)
+        with errors_at_end():
+            grads, info = self._loss_and_grads(documents, step)
         norm = clip(grads, self.run.clip, step)  # reads all gradients, so a GPU has finished them
         clock.append(time.perf_counter())
         rate = self.run.schedule.lr(step)

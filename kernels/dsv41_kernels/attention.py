@@ -1,8 +1,6 @@
-"""What the wrappers of the attention kernels share: checks, formats, launches.
+"""What the wrappers of the attention kernels share: checks, formats, the error word.
 
-The kernels take contiguous, aligned CuPy arrays; what comes otherwise is copied where the values
-are clear, and refused with the argument's name where they are not. A `Call` holds the checked
-arguments of one call in the order in which all kernels want them.
+A `Call` holds the checked arguments of one call, in the order in which all kernels want them.
 """
 
 import functools
@@ -11,6 +9,9 @@ import cupy
 import numpy as np
 
 from dsv41.quant import FLOAT, MAIN_KV_FP4, WINDOW_KV_FP8
+
+from .arguments import cuda_array, require
+from .errors import bad_values
 
 FORMATS = {FLOAT: 0, WINDOW_KV_FP8: 1, MAIN_KV_FP4: 2}  # as records.cuh counts them
 SHARED_BYTES = 227 * 1024  # shared memory that a block may use on Hopper
@@ -32,21 +33,6 @@ def few_heads(q):
     return heads in (4, 8, 16) and channels in (32, 64, 128, 256) and heads * channels <= 2048
 
 
-def array(name, x, dtype, shape):
-    """x as a contiguous CuPy array on a 16-byte boundary; TypeError or ValueError name it."""
-    if not isinstance(x, cupy.ndarray):
-        raise TypeError(f"{name}: expected a CuPy array, got {type(x).__name__}")
-    if dtype == np.int64 and x.dtype.kind in "iu":
-        x = x.astype(np.int64, copy=False)
-    if x.dtype != dtype:
-        raise TypeError(f"{name}: expected {np.dtype(dtype).name}, got {x.dtype.name}")
-    if x.ndim != len(shape) or any(s not in (None, n) for s, n in zip(shape, x.shape, strict=True)):
-        expected = ", ".join("any" if s is None else str(s) for s in shape)
-        raise ValueError(f"{name}: expected shape ({expected}), got {x.shape}")
-    x = cupy.ascontiguousarray(x)
-    return x if x.data.ptr % 16 == 0 else x.copy()
-
-
 class Call:
     """The arguments of `rope_sparse_attn`, checked; freqs None stands for "do not rotate"."""
 
@@ -54,13 +40,13 @@ class Call:
         self, q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
     ):
         self.tokens, self.heads, self.channels = q.shape
-        self.q = array("q", q, np.float32, q.shape)
+        self.q = cuda_array("q", q, np.float32)
         self.positions, self.freqs = self._rotation(positions, freqs)
         self.window = self._records("window", window, numerics.window_kv)
-        self.window_rows = array("window_rows", window_rows, np.int64, (self.tokens, None))
+        self.window_rows = self._rows("window_rows", window_rows)
         self.global_kv = self._records("global_kv", global_kv, numerics.main_kv)
-        self.global_rows = array("global_rows", global_rows, np.int64, (self.tokens, None))
-        self.sink = array("sink", sink, np.float32, (self.heads,))
+        self.global_rows = self._rows("global_rows", global_rows)
+        self.sink = cuda_array("sink", sink, np.float32, shape=(self.heads,))
         self.width = self.window_rows.shape[1] + self.global_rows.shape[1]
         self.pairs = 0 if freqs is None else len(self.freqs)
         self.macros = {
@@ -71,19 +57,28 @@ class Call:
         }
 
     def _records(self, name, x, fmt):
-        if FORMATS[fmt] == 0:
-            return array(name, x, np.float32, (None, self.channels))
-        return array(name, x, np.uint8, (None, fmt.record_bytes(self.channels)))
+        plain = fmt is FLOAT
+        x = cuda_array(name, x, np.float32 if plain else np.uint8, ndim=2)
+        wanted = self.channels if plain else fmt.record_bytes(self.channels)
+        require(x.shape[1] == wanted, f"{name}: expected records of {wanted}, got {x.shape}")
+        return x
+
+    def _rows(self, name, x):
+        x = cuda_array(name, x, np.int64, np.int32, ndim=2).astype(np.int64, copy=False)
+        require(len(x) == self.tokens, f"{name}: expected {self.tokens} rows, got {x.shape}")
+        return x
 
     def _rotation(self, positions, freqs):
         if freqs is None:
             return np.uintp(0), np.uintp(0)
-        if not isinstance(freqs, cupy.ndarray):
-            freqs = on_device(np.asarray(freqs, np.float32).tobytes(), cupy.cuda.Device().id)
-        if 2 * len(freqs) > self.channels:
-            raise ValueError(f"freqs: {len(freqs)} pairs do not fit into {self.channels} channels")
-        positions = array("positions", cupy.asarray(positions), np.int64, (self.tokens,))
-        return positions, array("freqs", freqs, np.float32, (None,))
+        if not hasattr(freqs, "__cuda_array_interface__"):
+            freqs = on_device(
+                np.asarray(freqs, np.float32).tobytes(), cupy.cuda.runtime.getDevice()
+            )
+        fits = 2 * len(freqs) <= self.channels
+        require(fits, f"freqs: {len(freqs)} pairs do not fit into {self.channels} channels")
+        positions = cuda_array("positions", positions, np.int64, np.int32, shape=(self.tokens,))
+        return positions.astype(np.int64, copy=False), cuda_array("freqs", freqs, np.float32)
 
     def lists(self, at=slice(None)):
         """Records and the rows that the queries `at` read."""
@@ -100,15 +95,22 @@ class Call:
         turn = positions, self.freqs, np.int32(self.pairs)
         return self.q[at], *turn, *self.lists(at), self.sink
 
+    def errors(self, first=0):
+        """A block with the word for rows past the end, in launches whose queries start at first."""
+
+        def describe(position, kind):
+            token, place = divmod(position, self.width)
+            token, later = token + first, place - self.window_rows.shape[1]
+            name, rows, records = "window_rows", self.window_rows, self.window
+            if later >= 0:
+                name, rows, records, place = "global_rows", self.global_rows, self.global_kv, later
+            row = int(rows[token, place])
+            return f"{name}: row {row} of {len(records)} records at ({token}, {place})"
+
+        return bad_values(describe, self.q)
+
 
 @functools.lru_cache(maxsize=64)
 def on_device(content, device):
     """float32 constants in the device's memory; every layer asks for the same few."""
     return cupy.asarray(np.frombuffer(content, np.float32))
-
-
-def launch(function, blocks, threads, arguments, shared=0):
-    """Launch with `shared` bytes of dynamic shared memory."""
-    if shared > 48 * 1024:
-        function.max_dynamic_shared_size_bytes = shared
-    function((blocks,), (threads,), arguments, shared_mem=shared)

@@ -1,18 +1,175 @@
-"""What a kernel folder's bench.py yields: one measurement, with its check and its floor."""
+"""How fast is each kernel, and how far is that from the limit of this GPU?
 
+    python -m dsv41_kernels.bench [OP ...] [--json FILE] [--quick]
+
+Every case is validated before it is timed (a fast wrong kernel has no speed), then measured hot and
+cold as timing.py says. Columns: the error in the case's own measure; microseconds, cold and hot;
+GB/s of the least bytes that must move, or TFLOP/s where arithmetic is the limit; the share of the
+floor that the cold time reaches; the time to beat. <op>/bench.py yields the cases, among them plain
+CuPy (the NumPy text on CuPy arrays) and PyTorch where it is installed.
+"""
+
+import argparse
+import importlib
+import json
+import platform
+import shlex
+import sys
+import traceback
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
+from datetime import UTC, datetime
+from pathlib import Path
+
+from .errors import deferred_errors
+from .launch import HERE
 
 
 @dataclass(frozen=True)
 class Case:
-    """`call` launches on the current stream; `check` returns an error or raises AssertionError."""
+    """One kernel version on one shape. `call` launches; `check` raises when the result is wrong."""
 
-    op: str
-    version: str
-    shape: str
-    call: Callable[[], None]
-    check: Callable[[], float]
-    bytes: int
+    op: str  # folder name
+    version: str  # "v1", "v3", "numba", "cupy text", "torch"
+    shape: str  # as people say it: "B=32, 131072 keys"
+    call: Callable[[], None]  # on the current stream, inputs and outputs allocated before
+    check: Callable[[], float]  # -> error against the float64 definition
+    bytes: int  # least bytes through device memory
     flops: int = 0
-    target_us: float | None = None
+    target_us: float | None = None  # the time to beat
+
+
+def operations():
+    """Names of all operations with a bench.py."""
+    return sorted(path.parent.name for path in HERE.glob("*/bench.py"))
+
+
+def cases(op, quick=False):
+    """The cases of one operation."""
+    if op not in operations():
+        raise ValueError(f"op: expected one of {', '.join(operations())}, got {op!r}")
+    yield from importlib.import_module(f"dsv41_kernels.{op}.bench").cases(quick=quick)
+
+
+def run(case, timer):
+    """Validate and time a case -> a record for the table and the JSON file."""
+    error = float(case.check())
+    with deferred_errors():
+        hot, cold, how = timer.measure(case.call)
+    floor, bound = floor_us(case, timer)
+    return {
+        "op": case.op,
+        "version": case.version,
+        "shape": case.shape,
+        "error": error,
+        "bytes": case.bytes,
+        "flops": case.flops,
+        "floor_us": round(floor, 3),
+        "bound": bound,
+        "cold_us": asdict(cold),
+        "hot_us": asdict(hot),
+        "launched_as": how,
+        "gbps": round(case.bytes / cold.median / 1e3, 1),
+        "tflops": round(case.flops / cold.median / 1e6, 2),
+        "share": round(floor / cold.median, 4),
+        "target_us": case.target_us,
+        "sm_mhz": timer.clock_mhz(),
+        "date": datetime.now(UTC).strftime("%Y-%m-%d"),
+    }
+
+
+def floor_us(case, timer):
+    """-> microseconds that memory or the tensor cores need at least, and which of the two."""
+    memory = case.bytes / timer.copy_gbps / 1e3
+    math = case.flops / timer.matrix_tflops / 1e6 if case.flops else 0.0
+    return (memory, "memory") if memory >= math else (math, "math")
+
+
+HEADING = (
+    f"{'op':<18}{'version':<12}{'shape':<34}{'error':>9}{'cold us':>10}{'p10':>9}{'p90':>9}"
+    f"{'hot us':>10}{'rate':>14}{'floor us':>10}{'share':>7}{'to beat':>9}{'MHz':>6}"
+)
+
+
+def line(r):
+    """One row of the table."""
+    memory = r["bound"] == "memory"
+    rate = f"{r['gbps']:,.0f} GB/s" if memory else f"{r['tflops']:,.0f} TFLOP/s"
+    target = "" if r["target_us"] is None else f"{r['target_us']:,.1f}"
+    cold, hot = r["cold_us"], r["hot_us"]
+    return (
+        f"{r['op']:<18}{r['version']:<12}{r['shape']:<34}{r['error']:>9.1e}"
+        f"{cold['median']:>10,.1f}{cold['p10']:>9,.1f}{cold['p90']:>9,.1f}{hot['median']:>10,.1f}"
+        f"{rate:>14}{r['floor_us']:>10,.1f}{r['share']:>7.1%}{target:>9}{r['sm_mhz']:>6}"
+        + ("" if r["launched_as"] == "graph" else "  (no graph)")
+    )
+
+
+def machine(timer):
+    """What the numbers of a run depend on."""
+    import cupy
+
+    properties = cupy.cuda.runtime.getDeviceProperties(cupy.cuda.runtime.getDevice())
+    return {
+        "device": properties["name"].decode(),
+        "copy_gbps": timer.copy_gbps,
+        "cupy": cupy.__version__,
+        "cuda": cupy.cuda.runtime.runtimeGetVersion(),
+        "python": platform.python_version(),
+    }
+
+
+def bench(names, quick=False, out=print):
+    """Run the cases of these operations -> records, and how many cases failed."""
+    from .timing import Timer
+
+    timer = Timer(seconds=0.05 if quick else 0.5)
+    about, records, failed = machine(timer), [], 0
+    out(f"{about['device']}: copies {about['copy_gbps']:,.0f} GB/s\n{HEADING}")
+    for op in names:
+        try:
+            for case in cases(op, quick):
+                failed += not _try(case, timer, about, records, out)
+        except Exception as error:  # a case that cannot even be built stops its op, not the rest
+            traceback.print_exc()
+            out(f"{op:<18}cannot be measured: {error}")
+            failed += 1
+    return records, failed
+
+
+def _try(case, timer, about, records, out):
+    try:
+        records.append({**run(case, timer), **about})
+    except Exception as error:
+        traceback.print_exc()
+        out(f"{case.op:<18}{case.version:<12}{case.shape:<34} FAILED: {error}")
+        return False
+    out(line(records[-1]))
+    return True
+
+
+def main(argv=None):
+    parser = argparse.ArgumentParser(prog="python -m dsv41_kernels.bench", description=__doc__)
+    parser.add_argument("ops", nargs="*", metavar="OP", help="folder names (default: all)")
+    parser.add_argument("--json", type=Path, metavar="FILE", help="also write the records there")
+    parser.add_argument("--quick", action="store_true", help="small shapes, few repeats")
+    arguments = parser.parse_args(argv)
+    try:
+        unknown = set(arguments.ops) - set(operations())
+        if unknown:
+            raise ValueError(f"no such operation: {', '.join(sorted(unknown))}")
+        records, failed = bench(arguments.ops or operations(), arguments.quick)
+    except (ImportError, ValueError) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    if arguments.json:
+        words = ["python", "-m", "dsv41_kernels.bench", *(sys.argv[1:] if argv is None else argv)]
+        for record in records:
+            record["command"] = shlex.join(words)
+        arguments.json.parent.mkdir(parents=True, exist_ok=True)
+        arguments.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
+    return 1 if failed else 0
+
+
+if __name__ == "__main__":
+    sys.exit(main())

@@ -1,9 +1,15 @@
 """Where CUDA sources become callable kernels.
 
 A kernel lives in <op>/kernel.cu and is compiled by NVRTC through CuPy the first time it is asked
-for, with the sizes that the compiler should know as macros. The source text is the cache key, so a
-changed file is never served from an old binary; headers are pasted into it for the same reason.
-`grid` counts blocks of threads for n pieces of work.
+for, with the sizes that the compiler should know as macros. CuPy keys its cache by the source text
+but not by what the text includes, so our own headers (`#include "name.cuh"`, beside kernel.cu or in
+this folder) are put in place of their #include lines: a changed header is a changed source. Lines
+
+    // build: S=4 PASSES=39
+    // build: sm_90a HEADS=64
+
+in kernel.cu list the macros that it is used with; sm_90a, which wgmma needs, is also taken from
+there. nvrtc.py compiles the same sources without a GPU. `grid` counts blocks, `launch` launches.
 """
 
 import functools
@@ -11,31 +17,116 @@ import re
 from pathlib import Path
 
 THREADS = 256
+HERE = Path(__file__).parent
+STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel gets without asking
+
+_INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
+_BUILD = re.compile(r"^//[ \t]*build:[ \t]*(.*)$", re.MULTILINE)
+
+
+def source(op):
+    """The text of <op>/kernel.cu with our headers spliced in, each where it is first included.
+
+    A name that ends in .cu is that file of this folder.
+    """
+    seen = set()
+    folder, first = (HERE, op) if op.endswith(".cu") else (HERE / op, "kernel.cu")
+
+    def splice(folder, name):
+        path = next((p.resolve() for p in (folder / name, HERE / name) if p.exists()), None)
+        if path is None:
+            raise FileNotFoundError(f'{op}: no file for #include "{name}"')
+        if path in seen:
+            return ""
+        seen.add(path)
+        text = path.read_text(encoding="utf-8").replace("#pragma once\n", "")
+        return _INCLUDE.sub(lambda match: splice(path.parent, match[1]), text)
+
+    return splice(folder, first)
+
+
+def builds(op):
+    """-> list of (arch, macros): the `// build:` lines of <op>/kernel.cu, or one plain build."""
+    lines = _BUILD.findall(source(op)) or [""]
+    words = [line.split() for line in lines]
+    arch = "sm_90a" if any("sm_90a" in line for line in words) else "sm_90"
+    pairs = [[word.split("=", 1) for word in line if "=" in word] for line in words]
+    return [(arch, {key: value for key, value in line}) for line in pairs]
+
+
+def options(arch, macros):
+    """NVRTC's options of one build. sm_90 is left to CuPy, which names the GPU it finds."""
+    target = (f"-arch={arch}",) if arch != "sm_90" else ()
+    return ("--std=c++17", *target, *(f"-D{key}={value}" for key, value in macros.items()))
 
 
 @functools.cache
-def kernel(op, name, arch=None, **macros):
-    """The compiled kernel `name` of <op>/kernel.cu, with -D macros.
-
-    arch: "sm_90a" for instructions that only Hopper has; otherwise the device's own.
-    """
+def module(op, arch=None, **macros):
+    """<op>/kernel.cu compiled with -D macros, for `arch` or the one its build lines name."""
     import cupy
 
-    source = spliced(Path(__file__).parent / op / "kernel.cu")
-    options = ("--std=c++17", *(f"-D{key}={value}" for key, value in macros.items()))
-    options += (f"-arch={arch}",) if arch else ()
-    return cupy.RawModule(code=source, options=options).get_function(name)
+    return cupy.RawModule(code=source(op), options=options(arch or builds(op)[0][0], macros))
 
 
-def spliced(path):
-    """The text of a source file with the headers that it includes by relative path pasted in."""
+@functools.cache
+def kernel(op, name, shared=0, arch=None, **macros):
+    """The compiled kernel `name` of <op>/kernel.cu, with -D macros.
 
-    def paste(line):
-        return spliced(path.parent / line[1])
-
-    return re.sub(r'^#include "(.+)"$', paste, path.read_text(encoding="utf-8"), flags=re.M)
+    `shared` is the most dynamic shared memory that a launch will ask for, in bytes.
+    """
+    found = module(op, arch, **macros).get_function(name)
+    if shared > STATIC_SHARED:
+        found.max_dynamic_shared_size_bytes = shared
+    return found
 
 
 def grid(count, threads=THREADS):
     """Blocks of `threads` that cover `count` threads, as a launch dimension."""
     return (-(-count // threads),)
+
+
+def launch(kernel, blocks, threads, arguments, shared=0):
+    """Launch on the current stream; nothing happens when there are no blocks."""
+    blocks, threads = _dimension(blocks), _dimension(threads)
+    if min(blocks) > 0:
+        kernel(blocks, threads, arguments, shared_mem=shared)
+
+
+def processors():
+    """SMs of the current GPU."""
+    import cupy
+
+    return cupy.cuda.Device().attributes["MultiProcessorCount"]
+
+
+def numba_launch(kernel, blocks, threads, arguments, shared=0):
+    """Launch a Numba kernel on CuPy's current stream, so that both libraries keep one order.
+
+    In Numba's simulator arrays are NumPy's, and views of one array stay views of it.
+    """
+    from numba import config, cuda
+
+    blocks, threads = _dimension(blocks), _dimension(threads)
+    if min(blocks) == 0:
+        return
+    if config.ENABLE_CUDASIM:
+        # trap: the simulator copies an array in and out, so of two views the last one would win
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+        arguments = [FakeCUDAArray(a) if _is_array(a) else a for a in arguments]
+        stream = 0
+    else:
+        import cupy
+
+        # one stream, so nothing to wait for; waiting would also end the recording of a graph
+        arguments = [cuda.as_cuda_array(a, sync=False) if _is_array(a) else a for a in arguments]
+        stream = cuda.external_stream(cupy.cuda.get_current_stream().ptr)
+    kernel[blocks, threads, stream, shared](*arguments)
+
+
+def _is_array(x):
+    return getattr(x, "ndim", 0) > 0
+
+
+def _dimension(size):
+    return size if isinstance(size, tuple) else (size,)

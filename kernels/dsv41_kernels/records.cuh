@@ -51,20 +51,28 @@ __device__ float4 decode(const unsigned char* records, long long row, int quad) 
                      e2m1(codes >> 8 & 15) * scale, e2m1(codes >> 12) * scale);
 }
 
-// The lists of one token: places 0 .. near_width - 1 are window rows, then come global rows.
+// The lists of a token: places 0 .. near_width - 1 name window records, then come global records.
 struct Lists {
-  const unsigned char *near, *far;
-  long long near_count, far_count;
-  const long long *near_rows, *far_rows;
-  int near_width, far_width;
+  const unsigned char* near;
+  long long near_count;
+  const long long* near_rows;
+  int near_width;
+  const unsigned char* far;
+  long long far_count;
+  const long long* far_rows;
+  int far_width;
+  unsigned long long* bad = nullptr;  // the error word, as errors.py reads it
 
-  // The record at a place, or -1 where there is none; past_the_end is set where it does not exist.
+  __device__ int width() const { return near_width + far_width; }
+
+  // The record at a place, -1 where there is none. One past the end is not read but reported.
   __device__ long long row(long long token, int place, bool& past_the_end) const {
     bool recent = place < near_width;
-    if (place >= near_width + far_width) return -1;
+    if (place >= width()) return -1;
     long long at = recent ? token * near_width + place : token * far_width + place - near_width;
     long long row = recent ? near_rows[at] : far_rows[at];
     bool beyond = row >= (recent ? near_count : far_count);
+    if (beyond && bad) atomicMax(bad, ~(4ull * (token * width() + place) + 3));
     past_the_end |= beyond;
     return row < 0 || beyond ? -1 : row;
   }

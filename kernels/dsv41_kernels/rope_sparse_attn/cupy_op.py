@@ -5,8 +5,8 @@ import numpy as np
 
 from dsv41 import sparse_attn as definitions
 
-from ..attention import FORMATS, SHARED_BYTES, Call, launch
-from ..launch import kernel
+from ..attention import FORMATS, SHARED_BYTES, Call
+from ..launch import kernel, launch, processors
 from ..sparse_attn.cupy_op import choose
 
 HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 and v4 are made
@@ -33,14 +33,12 @@ def fits(q, window_rows, global_rows, numerics):
 def tiles(q, *rest, heads=None):
     """v3; `heads` of a token in a block: 64, or 16 where that leaves multiprocessors idle."""
     call = Call(q, *rest)
-    if heads is None:
-        idle = 2 * call.tokens < cupy.cuda.Device().attributes["MultiProcessorCount"]
-        heads = 16 if idle else HEADS
+    heads = heads or (HEADS if 2 * call.tokens >= processors() else 16)
     out = cupy.empty_like(call.q)
-    if out.size:
-        function = kernel("rope_sparse_attn", "tiles", **call.macros, HEADS=heads)
-        blocks, shared = call.tokens * HEADS // heads, tiles_bytes(heads, call.width, call.pairs)
-        launch(function, blocks, 256, (*call.arguments(), out), shared)
+    function = kernel("rope_sparse_attn", "tiles", shared=SHARED_BYTES, **call.macros, HEADS=heads)
+    blocks, shared = call.tokens * HEADS // heads, tiles_bytes(heads, call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, blocks, 256, (*call.arguments(), bad, out), shared)
     return out
 
 
@@ -48,10 +46,10 @@ def pipeline(q, *rest):
     """v4, a block per token."""
     call = Call(q, *rest)
     out = cupy.empty_like(call.q)
-    if out.size:
-        function = kernel("rope_sparse_attn", "pipeline", arch="sm_90a", **call.macros)
-        shared = pipeline_bytes(call.width, call.pairs)
-        launch(function, call.tokens, 384, (*call.arguments(), out), shared)
+    function = kernel("rope_sparse_attn", "pipeline", shared=SHARED_BYTES, **call.macros)
+    shared = pipeline_bytes(call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, call.tokens, 384, (*call.arguments(), bad, out), shared)
     return out
 
 

@@ -6,7 +6,7 @@
 //   sink (64,) f32. Macros: C 512, NEAR 1, FAR 2, BF16 1, and HEADS, how many a block takes, for v3 only.
 // Rounding points are the definition's: q after its rotation; p = exp(s - running maximum of its chunk
 // of 64 records) before it meets the values, not in the denominator; o before and after it turns back.
-// A query that lists a row past the end of the records reads nothing there and gives NaN. Codes must be
+// A row past the end of the records is not read: the query gives NaN, and the word `bad` says where. Codes must be
 // finite and E8M0 scales below 2^16: the encoders make nothing else.
 //
 // v1 is `plain` of sparse_attn/kernel.cu: a block per head, which decodes every record for itself, twice.
@@ -23,8 +23,12 @@
 //
 // v4 `pipeline`: decoding beside the products instead of between them, see pipeline.cuh.
 
-#include "../records.cuh"
-#include "../tensor.cuh"
+// build: sm_90a C=512 NEAR=1 FAR=2 BF16=1
+// build: C=512 NEAR=1 FAR=2 BF16=1 HEADS=64
+// build: C=512 NEAR=1 FAR=2 BF16=1 HEADS=16
+
+#include "records.cuh"
+#include "tensor.cuh"
 
 constexpr int CHUNK = 64;
 constexpr float NEVER = -1e30f;

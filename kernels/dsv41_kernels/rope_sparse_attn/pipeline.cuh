@@ -9,7 +9,7 @@
 // themselves, once for 64 heads, and decoding costs no time of theirs. Shared memory: q 64 KB, records
 // 2 * 64 KB, weights 8 KB. Each block of 64 channels is laid out as wgmma.cuh wants it.
 
-#include "../wgmma.cuh"
+#include "wgmma.cuh"
 
 constexpr int GROUP = 128, KEYS_BYTES = 8 * BLOCK;
 enum Barrier { FULL = 1, EMPTY = 3, WEIGHED = 5, TAKEN = 6, READERS = 7 };  // FULL, EMPTY: two each
@@ -153,9 +153,9 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
     pipeline(const float* q, const long long* positions, const float* freqs, int pairs,
              const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
              const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-             const float* sink, float* out) {
-  const Lists lists = {near, far, near_count, far_count, near_rows, far_rows, near_width, far_width};
-  const int chunks = (near_width + far_width + CHUNK - 1) / CHUNK, group = threadIdx.x / GROUP;
+             const float* sink, unsigned long long* bad, float* out) {
+  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+  const int chunks = (lists.width() + CHUNK - 1) / CHUNK, group = threadIdx.x / GROUP;
   const int lane = threadIdx.x % 32, low = threadIdx.x % GROUP / 32 * 16 + lane / 4, high = low + 8;
   const long long token = blockIdx.x;
   char* queries = reinterpret_cast<char*>(shared);             // 8 blocks: (64 heads, 512)

@@ -194,9 +194,9 @@ extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     tiles(const float* q, const long long* positions, const float* freqs, int pairs,
           const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
           const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-          const float* sink, float* out) {
-  const Lists lists = {near, far, near_count, far_count, near_rows, far_rows, near_width, far_width};
-  const int chunks = (near_width + far_width + CHUNK - 1) / CHUNK;
+          const float* sink, unsigned long long* bad, float* out) {
+  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+  const int chunks = (lists.width() + CHUNK - 1) / CHUNK;
   const int groups = ALL_HEADS / HEADS, first_head = blockIdx.x % groups * HEADS;
   const long long token = blockIdx.x / groups;
   char* queries = reinterpret_cast<char*>(shared);                // (HEADS, 512) bf16

@@ -2,6 +2,8 @@
 // The definition makes 2 * iterations passes over memory; this one reads and writes each number once.
 // Same steps in the same order as dsv41/mhc.py; only the order within a sum of S numbers may differ.
 
+// build: S=4
+
 extern "C" __global__ void sinkhorn(const float* logits, float* out, long long count, int iterations,
                                     float eps) {
   long long matrix = blockIdx.x * (long long)blockDim.x + threadIdx.x;

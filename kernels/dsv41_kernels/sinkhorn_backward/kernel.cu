@@ -2,6 +2,8 @@
 // result in its local memory (PASSES * S * (S + 1) floats, streamed through L1), and walks back.
 // Same steps as dsv41/train/mhc.py.
 
+// build: S=4 PASSES=39
+
 extern "C" __global__ void sinkhorn_backward(const float* dcomb, const float* logits, float* dlogits,
                                              long long count, float eps) {
   long long matrix = blockIdx.x * (long long)blockDim.x + threadIdx.x;

@@ -5,8 +5,8 @@ import numpy as np
 
 from dsv41 import sparse_attn as definitions
 
-from ..attention import SHARED_BYTES, THREADS, Call, few_heads, known, launch
-from ..launch import kernel
+from ..attention import SHARED_BYTES, THREADS, Call, few_heads, known
+from ..launch import kernel, launch
 
 
 def sparse_attn(q, window, window_rows, global_kv, global_rows, sink, numerics):
@@ -30,10 +30,10 @@ def plain(q, *rest):
     """v1; rest as in `rope_sparse_attn`, freqs None leaves q and o as they are."""
     call = Call(q, *rest)
     out = cupy.empty_like(call.q)
-    if out.size:
-        function = kernel("sparse_attn", "plain", **call.macros)
-        arguments = *call.arguments(), out, np.int32(call.heads)
-        function((call.tokens * call.heads,), (THREADS,), arguments)
+    function = kernel("sparse_attn", "plain", **call.macros)
+    with call.errors() as bad:
+        arguments = *call.arguments(), bad, out, np.int32(call.heads)
+        launch(function, call.tokens * call.heads, THREADS, arguments)
     return out
 
 
@@ -41,10 +41,10 @@ def attend(q, *rest):
     """v2, for few heads."""
     call = Call(q, *rest)
     out = cupy.empty_like(call.q)
-    if out.size:
-        function = kernel("sparse_attn", "attend", **call.macros, H=call.heads)
-        shared = shared_bytes(call.heads, call.channels, call.width, call.pairs)
-        launch(function, call.tokens, THREADS, (*call.arguments(), out), shared)
+    function = kernel("sparse_attn", "attend", shared=SHARED_BYTES, **call.macros, H=call.heads)
+    shared = shared_bytes(call.heads, call.channels, call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, call.tokens, THREADS, (*call.arguments(), bad, out), shared)
     return out
 
 

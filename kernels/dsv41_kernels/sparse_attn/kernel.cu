@@ -5,7 +5,7 @@
 //   sink (heads,) f32. Macros as in records.cuh, and H for v2.
 // Rounding points are the definition's: q after its rotation; p = exp(s - running maximum of its chunk
 // of 64 records) before it meets the values, not in the denominator; o before and after it turns back.
-// A query that lists a row past the end of the records reads nothing there and gives NaN.
+// A row past the end of the records is not read: the query gives NaN, and the word `bad` says where.
 //
 // v1 `plain`: one block per token and head, any number of heads. Every head gathers and decodes every
 // record again, twice: for the miniature (8 heads, 64 channels, 128 rows) 8 * 2 * 32 KB per token.
@@ -14,7 +14,11 @@
 // decoded to float32 and kept in shared memory; all heads use them from there: 32 KB per token against
 // 262 kFLOP, all in one launch.
 
-#include "../records.cuh"
+// build: C=64 NEAR=1 FAR=2 BF16=1 H=8
+// build: C=64 NEAR=0 FAR=0 BF16=0 H=8
+// build: C=128 NEAR=0 FAR=0 BF16=0 H=16
+
+#include "records.cuh"
 
 constexpr int CHUNK = 64;
 constexpr float NEVER = -1e30f;
@@ -25,11 +29,11 @@ extern "C" __global__ void __launch_bounds__(128)
     plain(const float* q, const long long* positions, const float* freqs, int pairs,
           const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
           const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-          const float* sink, float* out, int heads) {
+          const float* sink, unsigned long long* bad, float* out, int heads) {
   __shared__ float4 shared_query[QUADS];
   __shared__ float score[CHUNK];
   __shared__ long long rows[CHUNK];
-  const Lists lists = {near, far, near_count, far_count, near_rows, far_rows, near_width, far_width};
+  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
   const int thread = threadIdx.x, lane = thread % 32, head = blockIdx.x % heads;
   const long long token = blockIdx.x / heads;
   float* query = reinterpret_cast<float*>(shared_query);
@@ -46,7 +50,7 @@ extern "C" __global__ void __launch_bounds__(128)
   float top = NEVER, total = 0.f;
   float4 o = make_float4(0.f, 0.f, 0.f, 0.f);  // of the four channels that begin at 4 * thread
   bool past_the_end = false;
-  for (int begin = 0; begin < near_width + far_width; begin += CHUNK) {
+  for (int begin = 0; begin < lists.width(); begin += CHUNK) {
     if (thread < CHUNK) rows[thread] = lists.row(token, begin + thread, past_the_end);
     __syncthreads();
     auto record = [&](int j, int quad) {
@@ -85,17 +89,17 @@ extern "C" __global__ void __launch_bounds__(128)
 
 // ---- v2 ---------------------------------------------------------------------------------------------
 #ifdef H
-#include "../attention.cuh"
+#include "attention.cuh"
 
 extern __shared__ float4 shared[];
 
-extern "C" __global__ void __launch_bounds__(THREADS)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     attend(const float* q, const long long* positions, const float* freqs, int pairs,
            const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
            const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-           const float* sink, float* out) {
-  const Lists lists = {near, far, near_count, far_count, near_rows, far_rows, near_width, far_width};
-  const int chunks = (near_width + far_width + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
+           const float* sink, unsigned long long* bad, float* out) {
+  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+  const int chunks = (lists.width() + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
   const int thread = threadIdx.x, warp = thread / 32, head = thread % H;
   const long long token = blockIdx.x;
   float4* records = shared;                                        // (padded, STRIDE)

@@ -6,8 +6,9 @@ import numpy as np
 from dsv41.dispatch import block_elements
 from dsv41.train import sparse_attn as definitions
 
-from ..attention import SHARED_BYTES, THREADS, Call, array, few_heads, known, launch
-from ..launch import grid, kernel
+from ..arguments import cuda_array
+from ..attention import SHARED_BYTES, THREADS, Call, few_heads, known
+from ..launch import grid, kernel, launch
 
 
 def sparse_attn_backward(do, q, window, window_rows, global_kv, global_rows, sink, numerics):
@@ -27,7 +28,7 @@ def fits(q, window_rows, global_rows, numerics):
 
 def gradients(do, q, *rest):
     """dq, dwindow, dglobal, dsink, share of a call that fits; rest as in `rope_sparse_attn`."""
-    call, do = Call(q, *rest), array("do", do, np.float32, q.shape)
+    call, do = Call(q, *rest), cuda_array("do", do, np.float32, shape=q.shape)
     window = len(call.window)
     drecords = cupy.zeros((window + len(call.global_kv), call.channels), q.dtype)
     dq, dsink = cupy.empty_like(call.q), cupy.zeros(call.heads, q.dtype)
@@ -47,16 +48,17 @@ def _add_block(call, at, do, dq, share, drecords, dsink):
     dsinks = cupy.empty((tokens, heads), np.float32)
 
     def run(name, blocks, threads, *arguments, shared=0):
-        function = kernel("sparse_attn_backward", name, **call.macros, H=heads)
+        macros = {**call.macros, "H": heads, "shared": SHARED_BYTES if shared else 0}
+        function = kernel("sparse_attn_backward", name, **macros)
         launch(function, blocks, threads, arguments, shared)
 
-    if width:
-        blocks = grid(tokens * width)[0]
-        run("count_readers", blocks, 256, *call.lists(at), np.int64(tokens), begin)
+    entries = *call.lists(at), np.int64(tokens)
+    run("count_readers", grid(tokens * width), 256, *entries, begin)
     run("places", 1, 1024, begin, np.int64(len(begin)))
-    shared = shared_bytes(heads, channels, width, call.pairs)
-    results = begin, dq, parts, dsinks, share
-    run("attend_backward", tokens, THREADS, do, *call.arguments(at), *results, shared=shared)
+    with call.errors(at.start) as bad:
+        results = bad, begin, dq, parts, dsinks, share
+        shared = shared_bytes(heads, channels, width, call.pairs)
+        run("attend_backward", tokens, THREADS, do, *call.arguments(at), *results, shared=shared)
     sums = parts, begin, drecords, dsinks, dsink, np.int64(tokens)
     run("add_parts", heads + len(drecords), 256, *sums)
 

@@ -1,0 +1,87 @@
+"""CuPy's shape without a GPU: enough for the checks that a wrapper makes before it launches.
+
+Arrays are NumPy arrays that claim to live on a device; kernels are recorded, not run, so outputs
+hold whatever memory held. `fake_cuda` is the fixture; its value lists the launches.
+"""
+
+import sys
+import types
+
+import numpy as np
+import pytest
+
+from dsv41 import dispatch
+
+
+class FakeArray(np.ndarray):
+    """A NumPy array with the attributes by which CuPy's arrays are recognised."""
+
+    device = types.SimpleNamespace(id=0)
+
+    @property
+    def __cuda_array_interface__(self):
+        return {"shape": self.shape, "typestr": self.dtype.str, "version": 3}
+
+    @property
+    def data(self):
+        return types.SimpleNamespace(ptr=self.ctypes.data)
+
+    def get(self):
+        return np.array(self)
+
+
+def on_device(x):
+    """x as if it were in GPU memory, at an address that kernels accept."""
+    x = np.asarray(x)
+    room = np.empty(x.nbytes + 256, np.uint8)
+    start = -room.ctypes.data % 256
+    out = room[start : start + x.nbytes].view(x.dtype).reshape(x.shape)
+    out[...] = x
+    return out.view(FakeArray)
+
+
+def _module():
+    cupy = types.ModuleType("cupy")
+    for name in ("float16", "float32", "float64", "int32", "int64", "uint8", "uint16", "uint32"):
+        setattr(cupy, name, getattr(np, name))
+    cupy.uint64, cupy.ndarray, cupy.dtype = np.uint64, FakeArray, np.dtype
+    cupy.empty = lambda shape, dtype=float: on_device(np.zeros(shape, dtype))
+    cupy.zeros = cupy.empty
+    cupy.empty_like = lambda x: on_device(np.zeros(x.shape, x.dtype))
+    cupy.asarray = lambda x, dtype=None: on_device(np.asarray(x, dtype))
+    cupy.ascontiguousarray = lambda x, dtype=None: (
+        x if x.flags.c_contiguous and dtype in (None, x.dtype) else on_device(np.array(x, dtype))
+    )
+    runtime = types.SimpleNamespace(getDevice=lambda: 0)
+    cupy.cuda = types.SimpleNamespace(runtime=runtime)
+    return cupy
+
+
+def _forget_wrappers():
+    """Modules that hold a cupy or a way to launch are imported anew by whoever comes next."""
+    for name in [n for n in sys.modules if n.startswith("dsv41_kernels.")]:
+        holds = {"cupy", "kernel"} & set(vars(sys.modules[name]))
+        if name != "dsv41_kernels.launch" and (holds or name.endswith("_op")):
+            del sys.modules[name]
+    dispatch.find_kernel.cache_clear()
+
+
+@pytest.fixture
+def fake_cuda(monkeypatch):
+    """-> list of (op, kernel name, blocks, threads, arguments): what would have been launched."""
+    from dsv41_kernels import errors, launch
+
+    launches = []
+
+    def kernel(op, name, **options):
+        def run(blocks, threads, arguments, shared_mem=0):
+            launches.append((op, name, blocks, threads, arguments))
+
+        return run
+
+    _forget_wrappers()
+    monkeypatch.setitem(sys.modules, "cupy", _module())
+    monkeypatch.setattr(launch, "kernel", kernel)
+    monkeypatch.setattr(errors, "_pools", {})
+    yield launches
+    _forget_wrappers()
