@@ -60,15 +60,29 @@ def test_v3_spreads_heads_while_tokens_are_few(fake_cuda, monkeypatch, tokens, b
     assert [one[1:4] for one in fake_cuda] == [("tiles", (blocks,), (256,))]
 
 
-def test_one_launch_with_a_block_per_token(fake_cuda):
-    arguments = faked(inputs())
-    find_kernel("rope_sparse_attn", "cupy")(*arguments, OFFICIAL)
-    assert [one[1:4] for one in fake_cuda] == [("pipeline", (3,), (384,))]
+@pytest.mark.parametrize(
+    "tokens, width, launched",
+    [
+        (1, 512, ("cluster", (8,), (256,))),
+        (16, 640, ("cluster", (128,), (256,))),
+        (17, 512, ("pipeline", (17,), (384,))),
+        (1, 641, ("pipeline", (1,), (384,))),
+    ],
+)
+def test_few_tokens_are_spread(fake_cuda, monkeypatch, tokens, width, launched):
+    find_kernel("rope_sparse_attn", "cupy")
+    module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
+    monkeypatch.setattr(module, "processors", lambda: 132)
+    arguments = faked(inputs(near=[1] * tokens, far=[2] * tokens, widths=(128, width)))
+    module.rope_sparse_attn(*arguments, OFFICIAL)
+    assert [one[1:4] for one in fake_cuda] == [launched]
 
 
 def test_no_tokens_no_launch(fake_cuda):
-    arguments = faked(inputs(near=[], far=[]))
-    assert find_kernel("rope_sparse_attn", "cupy")(*arguments, OFFICIAL).shape == (0, 64, 512)
+    find_kernel("rope_sparse_attn", "cupy")
+    module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
+    for version in (module.pipeline, module.cluster):
+        assert version(*faked(inputs(near=[], far=[])), OFFICIAL).shape == (0, 64, 512)
     assert not fake_cuda
 
 
@@ -84,11 +98,14 @@ def test_no_tokens_no_launch(fake_cuda):
         (7, "sink", lambda s: s[:1]),
     ],
 )
-def test_a_wrong_argument_is_named(fake_cuda, place, name, spoil):
+def test_a_wrong_argument_is_named(fake_cuda, monkeypatch, place, name, spoil):
+    find_kernel("rope_sparse_attn", "cupy")
+    module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
+    monkeypatch.setattr(module, "processors", lambda: 132)
     arguments = faked(inputs())
     arguments[place] = spoil(arguments[place])
     with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
-        find_kernel("rope_sparse_attn", "cupy")(*arguments, OFFICIAL)
+        module.rope_sparse_attn(*arguments, OFFICIAL)
     assert not fake_cuda
 
 
@@ -105,7 +122,7 @@ def test_float32_numerics_go_to_the_plain_kernel(fake_cuda):
 
 def versions():
     """Every version as a function of the arguments of rope_sparse_attn."""
-    from dsv41_kernels.rope_sparse_attn.cupy_op import pipeline, tiles
+    from dsv41_kernels.rope_sparse_attn.cupy_op import cluster, pipeline, tiles
     from dsv41_kernels.sparse_attn.cupy_op import plain
 
     return {
@@ -113,6 +130,7 @@ def versions():
         "v3, 64 heads a block": lambda *a: tiles(*a, heads=64),
         "v3, 16 heads a block": lambda *a: tiles(*a, heads=16),
         "v4": pipeline,
+        "v5": cluster,
     }
 
 
@@ -158,6 +176,15 @@ def test_bits_do_not_depend_on_the_batch_or_on_the_run(cupy):  # noqa: F811
         for place in (0, 1, 4, 6):
             few[place] = arguments[place][7 : 7 + count]
         assert_same(f"{count} of 200", rope_sparse_attn(*few, OFFICIAL).get(), first[7 : 7 + count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(3, 0), (64, 64), (65, 100), (128, 512), (128, 640)])
+def test_v4_and_v5_have_the_same_bits(cupy, widths):  # noqa: F811
+    """Calls of few and of many tokens take different versions; a token must not notice."""
+    near, far = widths
+    arguments = moved(cupy, inputs((near, 0, near // 2), (far, far // 3, 0), 700, widths))
+    assert_same("o", *(versions()[v](*arguments, OFFICIAL).get() for v in ("v4", "v5")))
 
 
 @pytest.mark.gpu

@@ -2,8 +2,8 @@
 //
 // Both operands lie in blocks of 64 rows of 128 bytes (64 bf16), 1024-byte aligned, with the piece of
 // 16 bytes number i of a row at i ^ (row % 8). `matrix` describes where a product begins: k runs along
-// the rows of a and of the b of `product_64`; the b of `product_256` is the same block read the other
-// way, k down the rows and 256 columns over four blocks. With g = lane / 4, t = lane % 4 and w the warp
+// the rows of a and of the b of `product_64`; the b of the other two is the same block read the other
+// way, k down the rows, and 64 columns in one block or 256 over four. With g = lane / 4, t = lane % 4 and w the warp
 // in its group, a thread's d[4 j + 0, 1] are row 16 w + g, columns 8 j + 2 t and + 1; d[4 j + 2, 3] are
 // eight rows below.
 
@@ -23,6 +23,20 @@ __device__ void product_64(float* d, unsigned long long a, unsigned long long b,
       "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
       "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
       "}, %32, %33, p, 1, 1, 0, 0; }"
+      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
+        "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
+        "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),
+        "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]), "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
+      : "l"(a), "l"(b), "r"(add));
+}
+
+__device__ void product_64_down(float* d, unsigned long long a, unsigned long long b, int add) {
+  asm volatile(
+      "{ .reg .pred p; setp.ne.b32 p, %34, 0;"
+      " wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
+      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
+      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
+      "}, %32, %33, p, 1, 1, 0, 1; }"
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]), "+f"(d[15]),
         "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]), "+f"(d[21]), "+f"(d[22]), "+f"(d[23]),

@@ -11,10 +11,11 @@ from dsv41.quant import MAIN_KV_FP4, OFFICIAL, WINDOW_KV_FP8
 from ..bench import Case
 from ..sparse_attn.cupy_op import plain
 from ..sparse_attn.oracle import attention
-from .cupy_op import CHANNELS, HEADS, pipeline, tiles
+from .cupy_op import CHANNELS, HEADS, cluster, pipeline, tiles
 
 WINDOW, SELECTED = 128, 512
 FREQS = np.float32(160_000.0 ** -(np.arange(32) / 32))
+MOST_SPREAD = 32  # tokens up to which v5 is measured
 SAMPLE = 4  # queries that are compared with float64
 TARGETS = {1: 9, 32: 16, 128: 26, 512: 88, 8192: 1350}  # microseconds, by tokens
 
@@ -109,7 +110,8 @@ def cases(quick=False):
     for tokens, prefill in sizes:
         arguments = inputs(tokens, 65_536, prefill)
         text = definitions.rope_sparse_attn.definition
-        functions = {"v4": pipeline, "v3": tiles, "v1": plain, "cupy text": text}
+        functions = {"v5": cluster} if tokens <= MOST_SPREAD else {}
+        functions |= {"v4": pipeline, "v3": tiles, "v1": plain, "cupy text": text}
         for version, function in functions.items():
             if not (prefill and version == "v1"):
                 yield case(version, tokens, prefill, arguments, function)
@@ -135,7 +137,7 @@ def case(version, tokens, prefill, arguments, function):
         check=lambda: error(function(*arguments, OFFICIAL), arguments),
         bytes=moved(tokens),
         flops=flops(tokens),
-        target_us=TARGETS[tokens] if version == "v4" else None,
+        target_us=TARGETS[tokens] if version[0] == "v" else None,
     )
 
 

@@ -9,14 +9,15 @@ from ..attention import FORMATS, SHARED_BYTES, Call
 from ..launch import kernel, launch, processors
 from ..sparse_attn.cupy_op import choose
 
-HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 and v4 are made
+HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v5 are made
+MOST_ROWS = 768  # of a token in v5
 
 
 def rope_sparse_attn(
     q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
 ):
     arguments = q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
-    version = pipeline if fits(q, window_rows, global_rows, numerics) else None
+    version = spread if fits(q, window_rows, global_rows, numerics) else None
     version = version or choose(q, window_rows, global_rows, numerics)
     return (version or definitions.rope_sparse_attn.definition)(*arguments)
 
@@ -53,6 +54,26 @@ def pipeline(q, *rest):
     return out
 
 
+def cluster(q, *rest):
+    """v5, eight blocks per token; for lists of up to 768 rows."""
+    call = Call(q, *rest)
+    chunks, out = -(-call.width // 64), cupy.empty_like(call.q)
+    notes = cupy.empty((call.tokens, chunks, 64 * 4 + 256 * 4 + 64 * 128), np.uint8)
+    function = kernel("rope_sparse_attn", "cluster", shared=SHARED_BYTES, **call.macros)
+    shared = cluster_bytes(call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, 8 * call.tokens, 256, (*call.arguments(), bad, out, notes), shared)
+    return out
+
+
+def spread(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest):
+    """v5 where its blocks find a multiprocessor each, else v4: the bits are the same."""
+    width = window_rows.shape[-1] + global_rows.shape[-1]
+    few = 8 * len(q) <= processors() and width <= MOST_ROWS
+    version = cluster if few else pipeline
+    return version(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest)
+
+
 def tiles_bytes(heads, width, pairs):
     """What `tiles` keeps in shared memory, as laid out at its top."""
     padded = 64 * -(-width // 64)
@@ -66,3 +87,9 @@ def pipeline_bytes(width, pairs):
     padded = 64 * -(-width // 64)
     queries, keys, weights, shrink = 1024 * 64, 2 * 1024 * 64, 64 * 128, 64 * 4
     return queries + keys + weights + shrink + 8 * pairs + 8 * padded + padded // 8
+
+
+def cluster_bytes(width, pairs):
+    """What a block of `cluster` keeps in shared memory, as laid out at its top."""
+    chunks = -(-width // 64)
+    return 3 * 1024 * 64 + 64 * 4 + 8 * pairs + 8 * 64 * chunks + 8 * chunks

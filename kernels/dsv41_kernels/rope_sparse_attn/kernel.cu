@@ -22,6 +22,8 @@
 //   sum over blocks, so o has the same bits however many tokens come along.
 //
 // v4 `pipeline`: decoding beside the products instead of between them, see pipeline.cuh.
+//
+// v5 `cluster`: v4's sums, spread over eight blocks for calls of few tokens, see cluster.cuh.
 
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1
 // build: C=512 NEAR=1 FAR=2 BF16=1 HEADS=64
@@ -76,15 +78,16 @@ __device__ uint4 query_piece(const float4* q, int i, const float2* angle, int pa
                     bf16_pair(x[3], x[7]));
 }
 
-// o of `heads` heads from rows of O_STRIDE floats, turned back and rounded, by `threads` threads.
-__device__ void write_rows(float* out, const float* rows, int heads, const float2* angle, int pairs,
-                           int threads) {
-  for (int i = threadIdx.x; i < heads * QUADS; i += threads) {
-    float4 x = *reinterpret_cast<const float4*>(rows + i / QUADS * O_STRIDE + i % QUADS * 4);
-    int first = i % QUADS * 2 - (C / 2 - pairs);
-    if (first >= 0) turn_pair(x.x, x.y, make_float2(angle[first].x, -angle[first].y));
-    if (first + 1 >= 0) turn_pair(x.z, x.w, make_float2(angle[first + 1].x, -angle[first + 1].y));
-    reinterpret_cast<float4*>(out)[i] = rounded(x);
+// o from `heads` rows of `stride` floats that begin at channel `first`, turned back, rounded, to out.
+__device__ void write_rows(float* out, const float* rows, int stride, int first, int channels, int heads,
+                           const float2* angle, int pairs, int threads) {
+  const int quads = channels / 4;
+  for (int i = threadIdx.x; i < heads * quads; i += threads) {
+    float4 x = *reinterpret_cast<const float4*>(rows + i / quads * stride + i % quads * 4);
+    int pair = (first / 4 + i % quads) * 2 - (C / 2 - pairs);
+    if (pair >= 0) turn_pair(x.x, x.y, make_float2(angle[pair].x, -angle[pair].y));
+    if (pair + 1 >= 0) turn_pair(x.z, x.w, make_float2(angle[pair + 1].x, -angle[pair + 1].y));
+    reinterpret_cast<float4*>(out + i / quads * C + first)[i % quads] = rounded(x);
   }
 }
 
@@ -92,4 +95,5 @@ __device__ void write_rows(float* out, const float* rows, int heads, const float
 #include "tiles.cuh"
 #else
 #include "pipeline.cuh"
+#include "cluster.cuh"
 #endif

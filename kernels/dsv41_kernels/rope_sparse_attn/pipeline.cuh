@@ -33,6 +33,18 @@ __device__ uint4 read_16(const unsigned char* from, bool real) {
 
 __device__ unsigned word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
+// All rows that a token reads, and a bit for each place that has one; true if one is past the end.
+__device__ bool read_lists(long long* rows, unsigned long long* valid, const Lists& lists, long long token,
+                           int chunks, int threads) {
+  bool past_the_end = false;
+  for (int j = threadIdx.x; j < chunks * CHUNK; j += threads) {  // whole warps
+    rows[j] = lists.row(token, j, past_the_end);
+    unsigned bits = __ballot_sync(~0u, rows[j] >= 0);
+    if (threadIdx.x % 32 == 0) reinterpret_cast<unsigned*>(valid)[j / 32] = bits;
+  }
+  return __syncthreads_or(past_the_end);
+}
+
 // The maker. Two threads share a record: of every 32 bytes one takes the first half, one the second.
 struct Record {
   const unsigned char* bytes;
@@ -68,77 +80,111 @@ struct Record {
   }
 };
 
+// Chunk `chunk` into eight blocks at `keys`; `ready` is called when the first bytes are on their way.
+template <typename Ready>
+__device__ void make_chunk(char* keys, const long long* rows, int chunk, const Lists& lists, Ready ready) {
+  const int row = threadIdx.x % GROUP / 2, place = chunk * CHUNK + row;
+  const bool recent = place < lists.near_width;
+  Record record;
+  record.real = rows[place] >= 0;
+  record.bytes = recent ? lists.near : lists.far;
+  if (record.real) record.bytes += rows[place] * (recent ? NEAR_BYTES : FAR_BYTES);
+  record.read_codes(0);
+  record.scales[0] = read_16(record.bytes + (recent ? 512 : 256), record.real);
+  record.scales[1] = read_16(record.bytes + 272, record.real && !recent);
+  ready();
+  if (recent) {
+    record.place_near(keys, row, 0);
+    record.read_codes(256);
+    record.place_near(keys, row, 1);
+  } else {
+    record.place_far(keys, row);
+  }
+  publish();
+  __syncwarp();  // a warp may hold records of both kinds
+}
+
 __device__ void make_keys(char* keys, const long long* rows, int chunks, const Lists& lists) {
-  const int row = threadIdx.x % GROUP / 2;
   for (int chunk = 0; chunk < chunks; ++chunk) {
-    const int place = chunk * CHUNK + row, buffer = chunk % 2;
-    const bool recent = place < lists.near_width;
-    Record record;
-    record.real = rows[place] >= 0;
-    record.bytes = recent ? lists.near : lists.far;
-    if (record.real) record.bytes += rows[place] * (recent ? NEAR_BYTES : FAR_BYTES);
-    record.read_codes(0);
-    record.scales[0] = read_16(record.bytes + (recent ? 512 : 256), record.real);
-    record.scales[1] = read_16(record.bytes + 272, record.real && !recent);
-    if (chunk >= 2) meet(EMPTY + buffer, 3 * GROUP);  // the bytes are on their way while this waits
-    char* to = keys + buffer * KEYS_BYTES;
-    if (recent) {
-      record.place_near(to, row, 0);
-      record.read_codes(256);
-      record.place_near(to, row, 1);
-    } else {
-      record.place_far(to, row);
-    }
-    publish();
-    __syncwarp();  // a warp may hold records of both kinds
+    const int buffer = chunk % 2;
+    make_chunk(keys + buffer * KEYS_BYTES, rows, chunk, lists, [=] {
+      if (chunk >= 2) meet(EMPTY + buffer, 3 * GROUP);
+    });
     arrive(FULL + buffer, 3 * GROUP);
   }
 }
 
-// The softmax of the left group: a thread holds two heads (`low` is the first), of each the places
-// 8 j + 2 t and + 1. s becomes the weights' exponents; sums stay each thread's own until the end.
-struct Softmax {
-  float top[2] = {NEVER, NEVER}, total[2] = {0.f, 0.f}, decay[2];
-
-  __device__ void weigh(float* s, unsigned long long valid) {
-    const float scale = LIFT * LOG2_E / sqrtf((float)C);
-    const int t = threadIdx.x % 4;
+// The softmax of 64 heads by 128 threads: a thread holds two heads, `low` and eight below (n = 0, 1),
+// and of each the places 8 j + 2 t and + 1, at s[4 j + 2 n] and the next.
+__device__ float mask_and_max(float* s, int n, unsigned long long valid) {
+  const float scale = LIFT * LOG2_E / sqrtf((float)C);
+  float top = NEVER;
 #pragma unroll
-    for (int n = 0; n < 2; ++n) {
-      float before = top[n];
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        float& x = s[j / 2 * 4 + n * 2 + j % 2];
-        x = valid >> (j / 2 * 8 + 2 * t + j % 2) & 1 ? x * scale : minus_infinity();
-        top[n] = fmaxf(top[n], x);
-      }
-      top[n] = fmaxf(top[n], __shfl_xor_sync(~0u, top[n], 1));
-      top[n] = fmaxf(top[n], __shfl_xor_sync(~0u, top[n], 2));
-      decay[n] = exp2f(before - top[n]);
-      float sum = 0.f;
-#pragma unroll
-      for (int j = 0; j < 16; ++j) {
-        float& x = s[j / 2 * 4 + n * 2 + j % 2];
-        x = exp2f(x - top[n]);
-        sum += x;
-      }
-      total[n] = total[n] * decay[n] + sum;
-    }
+  for (int j = 0; j < 16; ++j) {
+    float& x = s[j / 2 * 4 + n * 2 + j % 2];
+    x = valid >> (j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2) & 1 ? x * scale : minus_infinity();
+    top = fmaxf(top, x);
   }
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
+  return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+}
 
-  __device__ float norm(int n, float sink) {
-    total[n] += __shfl_xor_sync(~0u, total[n], 1);
-    total[n] += __shfl_xor_sync(~0u, total[n], 2);
-    float all = total[n] + exp2f(sink * LOG2_E - top[n]);
-    return all == 0.f ? 1.f : all;  // infinite for a query without records: its o is 0
+// s becomes p; -> this thread's part of their sum. The parts are added up at the very end.
+__device__ float exponentials(float* s, int n, float top) {
+  float sum = 0.f;
+#pragma unroll
+  for (int j = 0; j < 16; ++j) {
+    float& x = s[j / 2 * 4 + n * 2 + j % 2];
+    x = exp2f(x - top);
+    sum += x;
   }
-};
+  return sum;
+}
 
+__device__ void store_weights(char* weights, const float* s, int low) {
+#pragma unroll
+  for (int j = 0; j < 8; ++j) {
+    char* to = weights + low * 128 + ((j ^ (low & 7)) << 4) + threadIdx.x % 4 * 4;
+    *reinterpret_cast<unsigned*>(to) = bf16_pair(s[4 * j], s[4 * j + 1]);
+    *reinterpret_cast<unsigned*>(to + 8 * 128) = bf16_pair(s[4 * j + 2], s[4 * j + 3]);
+  }
+}
+
+__device__ float norm_of(float total, float top, float sink) {
+  total += __shfl_xor_sync(~0u, total, 1);
+  total += __shfl_xor_sync(~0u, total, 2);
+  total += exp2f(sink * LOG2_E - top);
+  return total == 0.f ? 1.f : total;  // infinite for a query without records: its o is 0
+}
+
+__device__ void score(float* s, const char* queries, const char* keys) {
+  begin_products();
+#pragma unroll
+  for (int k = 0; k < C / 16; ++k) {
+    const int at = k / 4 * BLOCK + k % 4 * 32;
+    product_64(s, matrix(queries + at), matrix(keys + at), k > 0);
+  }
+  finish_products();
+}
+
+template <int COUNT>
 __device__ void shrink_values(float* o, float low, float high) {
   if (!__any_sync(~0u, low != 1.f || high != 1.f)) return;
 #pragma unroll
-  for (int j = 0; j < 32; ++j)
-    o[4 * j] *= low, o[4 * j + 1] *= low, o[4 * j + 2] *= high, o[4 * j + 3] *= high;
+  for (int j = 0; j < COUNT; j += 4)
+    o[j] *= low, o[j + 1] *= low, o[j + 2] *= high, o[j + 3] *= high;
+}
+
+// o over the norms of its two heads, rounded, to rows of `stride` floats that begin at the first column.
+template <int COUNT>
+__device__ void stage_values(float* rows, int stride, const float* o, int low, float norm, float below) {
+#pragma unroll
+  for (int j = 0; j < COUNT; j += 4) {
+    float* to = rows + low * stride + 2 * j + threadIdx.x % 4;
+    to[0] = bf16(o[j] * LIFT / norm), to[4] = bf16(o[j + 1] * LIFT / norm);
+    to += 8 * stride;
+    to[0] = bf16(o[j + 2] * LIFT / below), to[4] = bf16(o[j + 3] * LIFT / below);
+  }
 }
 
 __device__ void add_half(float* o, const char* weights, const char* keys, int half) {
@@ -156,25 +202,20 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
              const float* sink, unsigned long long* bad, float* out) {
   const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
   const int chunks = (lists.width() + CHUNK - 1) / CHUNK, group = threadIdx.x / GROUP;
-  const int lane = threadIdx.x % 32, low = threadIdx.x % GROUP / 32 * 16 + lane / 4, high = low + 8;
+  const int lane = threadIdx.x % 32, low = threadIdx.x % GROUP / 32 * 16 + lane / 4;
   const long long token = blockIdx.x;
   char* queries = reinterpret_cast<char*>(shared);             // 8 blocks: (64 heads, 512)
   char* keys = queries + KEYS_BYTES;                           // 2 times 8 blocks: (CHUNK, 512)
   char* weights = keys + 2 * KEYS_BYTES;                       // a block: (64 heads, CHUNK)
   float* shrink = reinterpret_cast<float*>(weights + BLOCK);   // (64,); later norms
   float2* angle = reinterpret_cast<float2*>(shrink + 64);      // (pairs,)
-  long long* rows = reinterpret_cast<long long*>(angle + pairs);                       // (chunks, CHUNK)
-  unsigned* valid = reinterpret_cast<unsigned*>(rows + chunks * CHUNK);  // (chunks, 2) bits of places
+  long long* rows = reinterpret_cast<long long*>(angle + pairs);  // (chunks, CHUNK)
+  unsigned long long* valid = reinterpret_cast<unsigned long long*>(rows + chunks * CHUNK);  // bits
 
-  bool past_the_end = false;
-  for (int j = threadIdx.x; j < chunks * CHUNK; j += 3 * GROUP) {
-    rows[j] = lists.row(token, j, past_the_end);
-    unsigned bits = __ballot_sync(~0u, rows[j] >= 0);
-    if (lane == 0) valid[j / 32] = bits;
-  }
+  bool past_the_end = read_lists(rows, valid, lists, token, chunks, 3 * GROUP);
   for (int i = threadIdx.x; i < pairs; i += 3 * GROUP)
     angle[i] = angle_of(positions[token], freqs[i], false);
-  past_the_end = __syncthreads_or(past_the_end);
+  __syncthreads();
 
   if (group == 2) {
     fewer_registers<88>();
@@ -188,33 +229,27 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
   publish();
   meet(READERS, 2 * GROUP);
 
-  float o[128] = {};
-  Softmax softmax;
+  float o[128] = {}, top[2] = {NEVER, NEVER}, total[2] = {0.f, 0.f};
   for (int chunk = 0; chunk < chunks; ++chunk) {
     char* here = keys + chunk % 2 * KEYS_BYTES;
     meet(FULL + chunk % 2, 3 * GROUP);
     if (group == 0) {
-      float s[32];
-      begin_products();
+      float s[32], decay[2];
+      score(s, queries, here);
 #pragma unroll
-      for (int k = 0; k < C / 16; ++k) {
-        const int at = k / 4 * BLOCK + k % 4 * 32;
-        product_64(s, matrix(queries + at), matrix(here + at), k > 0);
+      for (int n = 0; n < 2; ++n) {
+        float before = top[n];
+        top[n] = fmaxf(before, mask_and_max(s, n, valid[chunk]));
+        decay[n] = exp2f(before - top[n]);
+        total[n] = __fmaf_rn(total[n], decay[n], exponentials(s, n, top[n]));
       }
-      finish_products();
-      softmax.weigh(s, valid[2 * chunk] | (unsigned long long)valid[2 * chunk + 1] << 32);
       if (chunk > 0) meet(TAKEN, 2 * GROUP);
-#pragma unroll
-      for (int j = 0; j < 8; ++j) {
-        char* to = weights + ((j ^ (low & 7)) << 4) + lane % 4 * 4;
-        *reinterpret_cast<unsigned*>(to + low * 128) = bf16_pair(s[4 * j], s[4 * j + 1]);
-        *reinterpret_cast<unsigned*>(to + high * 128) = bf16_pair(s[4 * j + 2], s[4 * j + 3]);
-      }
-      if (lane % 4 == 0) shrink[low] = softmax.decay[0], shrink[high] = softmax.decay[1];
+      store_weights(weights, s, low);
+      if (lane % 4 == 0) shrink[low] = decay[0], shrink[low + 8] = decay[1];
       publish();
     }
     meet(WEIGHED, 2 * GROUP);
-    shrink_values(o, shrink[low], shrink[high]);
+    shrink_values<128>(o, shrink[low], shrink[low + 8]);
     add_half(o, weights, here, group);
     if (group == 1 && chunk + 1 < chunks) arrive(TAKEN, 2 * GROUP);
     if (chunk + 2 < chunks) arrive(EMPTY + chunk % 2, 3 * GROUP);
@@ -222,22 +257,14 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
 
   meet(READERS, 2 * GROUP);  // nobody reads shrink, weights or records any more
   if (group == 0) {
-    float norms[2] = {softmax.norm(0, sink[low]), softmax.norm(1, sink[high])};
-    if (lane % 4 == 0) {
-      shrink[low] = past_the_end ? not_a_number() : norms[0];
-      shrink[high] = past_the_end ? not_a_number() : norms[1];
-    }
+    float norms[2] = {norm_of(total[0], top[0], sink[low]), norm_of(total[1], top[1], sink[low + 8])};
+    if (past_the_end) norms[0] = norms[1] = not_a_number();
+    if (lane % 4 == 0) shrink[low] = norms[0], shrink[low + 8] = norms[1];
   }
   meet(READERS, 2 * GROUP);
   float* staged = reinterpret_cast<float*>(shared);
-  const float low_norm = shrink[low], high_norm = shrink[high];
-#pragma unroll
-  for (int j = 0; j < 32; ++j) {
-    float* to = staged + low * O_STRIDE + group * 256 + 8 * j + lane % 4;
-    to[0] = bf16(o[4 * j] * LIFT / low_norm), to[4] = bf16(o[4 * j + 1] * LIFT / low_norm);
-    to += 8 * O_STRIDE;
-    to[0] = bf16(o[4 * j + 2] * LIFT / high_norm), to[4] = bf16(o[4 * j + 3] * LIFT / high_norm);
-  }
+  stage_values<128>(staged + group * 256, O_STRIDE, o, low, shrink[low], shrink[low + 8]);
   meet(READERS, 2 * GROUP);
-  write_rows(out + token * ALL_HEADS * C, staged, ALL_HEADS, angle, pairs, 2 * GROUP);
+  float* to = out + token * ALL_HEADS * C;
+  write_rows(to, staged, O_STRIDE, 0, C, ALL_HEADS, angle, pairs, 2 * GROUP);
 }

@@ -187,7 +187,7 @@ __device__ void store_values(float* out, float* rows, const float o[M_TILES][8][
         rows[head * O_STRIDE + channel] = bf16(o[m][n][i] * LIFT / norm[head]);
       }
   __syncthreads();
-  write_rows(out, rows, HEADS, angle, pairs, WARPS * 32);
+  write_rows(out, rows, O_STRIDE, 0, C, HEADS, angle, pairs, WARPS * 32);
 }
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
