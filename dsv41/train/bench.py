@@ -36,7 +36,7 @@ def report(device="cpu", steps=5):
         trainer.scratch.cleanup()
 
 
-def sample_trainer(device, config=DATA / "runs" / "mini.json"):
+def sample_trainer(device, config=DATA / "runs" / "mini" / "run.json"):
     """A Trainer of the run in `config` over the shipped sample, in a folder that goes away."""
     description = read_description(config)
     run = replace(description["run"], wide_until=0, **(ON_CPU if device == "cpu" else {}))
