@@ -17,7 +17,11 @@ from .plan import format_plan
 ROOT = Path(__file__).resolve().parent.parent
 MINI, GOLDEN = ROOT / "data" / "mini", ROOT / "tests" / "golden" / "v41_tiny_a"
 MODES = (("prompt_fp32", FLOAT32), ("prompt_bf16q", OFFICIAL))
-PROMPT = "The str.split() method returns a list of the words in the string, using"
+PROMPTS = (
+    "If the optional argument timeout is given,",
+    "And it came to pass in the days of",
+    "It was a truth which Mr. Darcy",
+)
 
 
 def demo(directory, say=print):
@@ -32,7 +36,7 @@ def demo(directory, say=print):
     paths = [(directory / f"{stem}.npz", numerics) for stem, numerics in MODES]
     holds = [agrees(model, *pair, say) for pair in paths if pair[0].exists()]
     if (directory / "tokenizer.json").exists() and not holds:
-        holds = [show_text(model, say), show_recall(model, say), show_replay(model, say)]
+        holds = [show(model, say) for show in (show_text, show_recall, show_replay, show_drafts)]
     if not holds:
         finite = np.isfinite(model.logits(range(min(8, model.config.vocab_size)))).all()
         say(f"no tokenizer and no reference arrays here; logits of 8 tokens are finite: {finite}")
@@ -67,16 +71,23 @@ def agrees(model, path, numerics, say):
     return len(within) == len(found)
 
 
-def show_text(model, say, prompt=PROMPT, tokens=80):
-    """Continue a prompt, greedily and drafting -> whether the text is the one without drafts."""
+def show_text(model, say, tokens=60):
+    """Continue three prompts -> True: whether a text is good is for the reader to say."""
+    for seed, prompt in enumerate(PROMPTS, 1):
+        text = "".join(model.generate(prompt, tokens, temperature=0.7, top_p=0.9, seed=seed))
+        say(f"> {prompt}{text.rstrip()}\n")
+    return True
+
+
+def show_drafts(model, say, tokens=64):
+    """Continue a prompt greedily, without and with drafts -> whether both texts are the same."""
     told, texts = [], []
     for draft in (False, True):
-        text = model.generate(prompt, tokens, draft=draft, finished=told.append)
+        text = model.generate(PROMPTS[0], tokens, draft=draft, finished=told.append)
         texts.append("".join(text))
-    say(f"prompt: {prompt}\n\n{prompt}{texts[1]}\n")
     plain, drafted = told
     say(f"without drafts: {plain}\nwith drafts:    {drafted}")
-    say(f"the same text, token by token: {texts[0] == texts[1]}\n")
+    say(f"greedily the same text, token by token: {texts[0] == texts[1]}\n")
     return texts[0] == texts[1]
 
 
@@ -117,7 +128,7 @@ def show_replay(model, say):
     say(
         f"bounded replay of {model.config.sliding_window} tokens behind a stored prefix of 1,024: "
         f"KL from the exact model {near:.4f} nats,\nwith the last window alone {far:.4f}; "
-        f"the best next token is the same at {same:.0%} of positions"
+        f"the best next token is the same at {same:.0%} of positions\n"
     )
     return near < far
 

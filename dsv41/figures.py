@@ -80,8 +80,11 @@ def draw_strategies(path):
 
 
 def draw_losses(log, path):
-    """Write a PNG of a training run's log.jsonl: loss by tokens seen, held-out bits per byte."""
-    records = [json.loads(line) for line in Path(log).read_text(encoding="utf-8").splitlines()]
+    """Write a PNG of a training run's log.jsonl: the model's loss by tokens seen, held-out bits per
+    byte, and, where it was watched, the share of facts recalled. The drafter's steps are left out.
+    """
+    lines = Path(log).read_text(encoding="utf-8").splitlines()
+    records = [record for record in map(json.loads, lines) if "tv" not in record]
     if not records:
         raise ValueError(f"log: {log} holds no step")
     seen = np.cumsum([record["tokens"] for record in records]) / 1e6
@@ -90,11 +93,26 @@ def draw_losses(log, path):
     with _figure(path, f"Training loss, {smooth[-1]:.2f} nats a token at the end") as axes:
         axes.plot(seen, loss, color=FAINT, linewidth=1)
         axes.plot(seen, smooth, color=COLOURS["V4.1-Flash"], linewidth=2)
-        for place, record in zip(seen, records, strict=True):
-            if "heldout" in record:
-                _write(axes, f"{record['heldout']:.2f} bits/byte", (place, record["loss"]), (0, 16))
-        axes.set_xlabel("million tokens", color=INK)
+        held = [(x, y, r) for x, y, r in zip(seen, smooth, records, strict=True) if "heldout" in r]
+        for place, height, record in held[:: max(1, len(held) // 6)]:
+            axes.plot(place, height, "o", color=INK, markersize=4)
+            _write(axes, f"{record['heldout']:.2f}", (place, height), (8, 12))
+        axes.set_xlabel("million tokens  (dots: held-out bits per byte)", color=INK)
         axes.set_ylabel("nats per token", color=INK)
+        _draw_recall(axes, [(place, r["recall"]) for place, _, r in held if r.get("recall")])
+
+
+def _draw_recall(axes, watched):
+    """[(million tokens, {distance: share})] on an axis of its own; the farthest distance."""
+    if not watched:
+        return
+    farthest = max(watched[0][1], key=int)
+    right = axes.twinx()
+    places, shares = zip(*((x, 100 * r[farthest]) for x, r in watched), strict=True)
+    right.plot(places, shares, color=COLOURS["V4-Flash"], linewidth=2)
+    right.set_ylabel(f"% recalled across {int(farthest):,} tokens", color=COLOURS["V4-Flash"])
+    right.set_ylim(-3, 105)
+    right.spines[["top"]].set_visible(False)
 
 
 def _periodic(periods):
