@@ -238,7 +238,8 @@ def test_rmsnorm_with_cast(cupy, channels, dtype):
 
     x, weight = rows_for_norm(70, channels, dtype)
     moved, scale = cupy.asarray(x), cupy.asarray(weight)
-    for version in ("v1", "v2", "v3"):
+    fast = channels % 256 == 0 and channels <= 5120 and dtype == BF16
+    for version in ("v1", "v2", "v3", "v4")[: 4 if fast else 3]:
         out = cupy.zeros((70, ACTIVATION_FP8.record_bytes(channels)), np.uint8)
         launch_rmsnorm(moved, scale, out, cupy.zeros(1, np.uint64), 1e-6, version)
         assert_casts_nearly(out.get(), x, weight, 1e-6)

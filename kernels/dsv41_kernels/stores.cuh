@@ -19,7 +19,7 @@ struct Unit {
 
 __device__ inline bool unit_of_thread(long long units, Unit* unit) {
   unit->index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-  unit->row = unit->index / (CHANNELS / PER_STORE);
+  unit->row = (u64)unit->index / (CHANNELS / PER_STORE);
   unit->in_row = (int)(unit->index - unit->row * (CHANNELS / PER_STORE));
   return unit->index < units;
 }

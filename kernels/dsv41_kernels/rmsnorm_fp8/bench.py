@@ -47,7 +47,7 @@ def _cases(rows):
         size = source.nbytes + weight.nbytes + records.nbytes
         return Case("rmsnorm_fp8", version, f"T={rows}, d={CHANNELS}", call, check, size, 0, limit)
 
-    for version in ("v1", "v2", "v3"):
+    for version in ("v1", "v2", "v3", "v4"):
         arguments = (x, weight, records, word, EPS, version)
         yield case(version, lambda a=arguments: launch_rmsnorm(*a), target)
     if importlib.util.find_spec("numba"):
