@@ -124,9 +124,10 @@ __device__ inline void load_weight(const float* weight, int piece, float* w) {
 }
 
 // 1 / sqrt(sum / CHANNELS + eps) to about one unit in the last place: the fast root, corrected once.
+// trap: of infinity it is 0, which the correction would turn into NaN.
 __device__ inline float root(float sum, float eps) {
   float v = fmaf(sum, 1.f / CHANNELS, eps), r = rsqrtf(v);
-  return r * fmaf(-0.5f * v * r, r, 1.5f);
+  return magnitude(v) == 0x7F800000u ? 0.f : r * fmaf(-0.5f * v * r, r, 1.5f);
 }
 
 // v2: one block a row, a thread for every 16 channels keeps its share in registers between the sum and
