@@ -132,8 +132,9 @@ __device__ inline float root(float sum, float eps) {
 
 // v2: one block a row, a thread for every 16 channels keeps its share in registers between the sum and
 // the cast, so that x is read once: 2 * 5,120 + 5,280 bytes a row.
-extern "C" __global__ void rmsnorm_fp8_v2(const Element* x, const float* weight, u8* records,
-                                          u64* bad, long long rows, float eps) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    rmsnorm_fp8_v2(const Element* x, const float* weight, u8* records, u64* bad, long long rows,
+                   float eps) {
   __shared__ float scratch[WARPS];
   long long row = blockIdx.x;
   int piece = threadIdx.x, held = min(piece, PIECES - 2 + piece % 2);
@@ -151,8 +152,9 @@ extern "C" __global__ void rmsnorm_fp8_v2(const Element* x, const float* weight,
 // v3: blocks stay and take every gridDim.x-th row. The weight, 4 bytes a channel against 2 of x, is
 // read once a block instead of once a row, and the next row is on its way while this one is summed:
 // v2 waits for its loads with nothing else to do between two barriers.
-extern "C" __global__ void rmsnorm_fp8_v3(const Element* x, const float* weight, u8* records,
-                                          u64* bad, long long rows, float eps) {
+extern "C" __global__ void __launch_bounds__(32 * WARPS)
+    rmsnorm_fp8_v3(const Element* x, const float* weight, u8* records, u64* bad, long long rows,
+                   float eps) {
   __shared__ float scratch[WARPS];
   int piece = threadIdx.x, held = min(piece, PIECES - 2 + piece % 2);
   float w[16];
