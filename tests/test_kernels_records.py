@@ -1,5 +1,10 @@
 """FP4 and FP8 records and RMSNorm + cast on a GPU: the definition's bits, on every code and tie."""
 
+import os
+import subprocess
+import sys
+from pathlib import Path
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -415,3 +420,18 @@ def test_numba_rmsnorm_with_cast_on_the_device(cupy, channels):
         with use("numba"):
             got = rmsnorm_fp8(cupy.asarray(x), cupy.asarray(weight), 1e-6, OFFICIAL)
         assert_casts_nearly(got.get(), x, weight, 1e-6)
+
+
+def test_numba_kernels_compile_for_hopper_in_registers_and_single_precision():
+    """In a process of its own: the simulator, once chosen, compiles nothing."""
+    pytest.importorskip("numba", reason="needs Numba: pip install numba-cuda")
+    root = Path(__file__).parent.parent
+    found = subprocess.run(
+        [sys.executable, str(root / "tests" / "numba_ptx.py")],
+        capture_output=True,
+        text=True,
+        env=os.environ | {"NUMBA_ENABLE_CUDASIM": "0", "PYTHONPATH": f"{root}:{root / 'kernels'}"},
+    )
+    assert found.returncode == 0, found.stderr
+    lines = found.stdout.splitlines()
+    assert len(lines) == 14 and all(line.endswith(": fine") for line in lines), found.stdout
