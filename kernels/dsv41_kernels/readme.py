@@ -27,7 +27,7 @@ HEADING = (
 
 
 def load(folder=RESULTS):
-    """Records of all result files; of the same device, op, shape and version the last date counts."""
+    """Records of all result files; of a version measured twice on a device the last date counts."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         for record in json.loads(path.read_text(encoding="utf-8")):
