@@ -201,6 +201,12 @@ def test_the_formats_use_the_kernels_for_every_layout(cupy, fmt, channels):
         assert_same(
             "a slice of records", fmt.decode(got[::2], channels), fmt.decode(want[::2], channels)
         )
+    whole = fmt.encode(x[:, :channels])
+    for copy in (cupy.asfortranarray(moved[:, :channels]), moved[:, :channels].copy()):
+        for _ in range(20):
+            assert_same("records, again and again", fmt.encode(copy), whole)
+    repeated = cupy.broadcast_to(moved[:1, :channels], (6, channels))
+    assert_same("a broadcast row", fmt.encode(repeated), whole[:1].repeat(6, axis=0))
     assert find_kernel(ops(fmt)[0].__name__, "cupy") is not None
 
 
@@ -251,7 +257,7 @@ def test_rmsnorm_with_cast(cupy, channels, dtype):
     whole = rmsnorm_fp8(moved, scale, 1e-6, OFFICIAL)
     assert_same("alone", rmsnorm_fp8(moved[:1], scale, 1e-6, OFFICIAL), whole[:1])
     many = cupy.asarray(np.concatenate([x] * 20))
-    for _ in range(5):
+    for _ in range(100):
         assert_same("in a batch", rmsnorm_fp8(many, scale, 1e-6, OFFICIAL)[:70], whole)
 
 
