@@ -20,7 +20,7 @@ from dsv41.quant import (
     OFFICIAL,
     WEIGHT_FP4,
     WEIGHT_FP8,
-    fake_blocks,
+    fake_quantize,
 )
 from dsv41.rope import rotate
 from dsv41.train.adamw import adamw_steps
@@ -92,8 +92,8 @@ def test_rounding_to_blocks_and_to_bf16(cupy, rng, fmt):  # noqa: F811
     x[:10] = 0
     x[10:200] = np.repeat(rng.choice([0.25, 0.75, 1.75, 2.5, 3.5, 5, 6], (190, 1)), 96, axis=1)
     x[-3:] = 0
-    compare(cupy, fake_blocks, x, fmt, most=0)
-    compare(cupy, fake_blocks, x[:0], fmt, most=0)
+    compare(cupy, fake_quantize, x, fmt, most=0)
+    compare(cupy, fake_quantize, x[:0], fmt, most=0)
     compare(cupy, round_bf16, x, most=0)
     with pytest.raises(ValueError, match="last axis must be a multiple of"):
         fmt.fake(cupy.ones((2, 40), np.float32))
