@@ -21,7 +21,8 @@ import numpy as np
 
 from .dispatch import op
 from .formats import contiguous
-from .ops import matmul_rows, mean_square, sigmoid
+from .ops import matmul_rows, mean_square, rmsnorm, sigmoid
+from .quant import ACTIVATION_FP8
 
 
 @op
@@ -74,6 +75,23 @@ def hc_update(streams, y, post, comb, numerics):
     """
     mixed = comb.transpose(0, 2, 1) @ contiguous(streams)
     return numerics.store(post[:, :, None] * y[:, None, :] + mixed)
+
+
+@op
+def hc_boundary(streams, y, pre, post, comb, fn, base, scale, norm, config, numerics, fp8=False):
+    """From one sublayer to the next in one pass over the streams, what the delay of `pre` is for.
+
+    streams (T, S, D), y (T, D), pre, post (T, S), comb (T, S, S): what the old sublayer read, its
+    output and its coefficients; fn, base, scale, norm (D,): parameters of the new one.
+    -> new streams; x (T, D) for the new sublayer, with fp8 as MXFP8 records (T, D + D / 32) uint8;
+    pre, post, comb of the new sublayer.
+    trap: x is collapsed with the old sublayer's pre; the new pre is for the sublayer after it.
+    """
+    streams = hc_update(streams, y, post, comb, numerics)
+    x = hc_collapse(streams, pre, numerics)
+    x = rmsnorm(x, norm, config.rms_norm_eps, numerics)
+    mixing = hc_coefficients(streams, fn, base, scale, config, numerics)
+    return streams, ACTIVATION_FP8.encode(x) if fp8 else x, *mixing
 
 
 def initial_streams(embedding, count):

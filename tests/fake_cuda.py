@@ -54,8 +54,10 @@ def _module():
         x if x.flags.c_contiguous and dtype in (None, x.dtype) else on_device(np.array(x, dtype))
     )
     runtime = types.SimpleNamespace(getDevice=lambda: 0)
-    device = lambda: types.SimpleNamespace(id=0)  # noqa: E731
-    cupy.cuda = types.SimpleNamespace(runtime=runtime, Device=device)
+    processors = {"MultiProcessorCount": 132}
+    device = lambda: types.SimpleNamespace(id=0, attributes=processors)  # noqa: E731
+    stream = lambda: types.SimpleNamespace(ptr=0)  # noqa: E731
+    cupy.cuda = types.SimpleNamespace(runtime=runtime, Device=device, get_current_stream=stream)
     return cupy
 
 

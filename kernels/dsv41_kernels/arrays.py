@@ -1,21 +1,13 @@
-"""What a kernel may be given: arrays on the GPU, of one type and shape, in C order.
+"""What the hyper-connection wrappers share: their arrays' shapes, and launches over rows."""
 
-A kernel sees a pointer and no strides, so every wrapper passes its arguments through here: a wrong
-one is an error that names it, an array in another memory order is copied.
-"""
+import numpy as np
 
-import cupy
+from .arguments import cuda_array
 
 
 def on_device(name, x, shape, dtype="float32"):
-    """x as a C-ordered CUDA array; TypeError or ValueError when place, type or shape is wrong."""
-    if not hasattr(x, "__cuda_array_interface__"):
-        raise TypeError(f"{name}: expected a CUDA array, got {type(x).__name__}")
-    if x.dtype != dtype:
-        raise TypeError(f"{name}: expected {dtype}, got {x.dtype}")
-    if tuple(x.shape) != tuple(shape):
-        raise ValueError(f"{name}: expected shape {tuple(shape)}, got {tuple(x.shape)}")
-    return cupy.ascontiguousarray(x)
+    """x as a C-ordered, aligned CUDA array of this shape and type, or an error that names it."""
+    return cuda_array(name, x, np.dtype(dtype), shape=shape)
 
 
 def stream_sizes(streams, most=4):

@@ -39,6 +39,13 @@ __device__ __forceinline__ float sigmoid(float x) {
   return (x >= 0.f ? 1.f : decay) / (1.f + decay);
 }
 
+// 1 / x with an error of one unit in the last place.
+__device__ __forceinline__ float reciprocal(float x) {
+  float out;
+  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
+  return out;
+}
+
 // 32 sums over the warp in 31 exchanges: at every step a lane keeps the half of the values that its
 // own number points to and gives the other half away. Lane l returns the total of v[l]; the order
 // of additions is the same in every launch.
@@ -80,8 +87,19 @@ __device__ __forceinline__ void scale_lines(const float (&k)[S][S], float (&mine
     float sum = 0.f;
 #pragma unroll
     for (int at = 0; at < S; ++at) sum += (columns ? k[at][line] : k[line][at]) * other[at];
-    factor[line] = __fdividef(1.f, sum * mine[line] + eps);
+    factor[line] = reciprocal(sum * mine[line] + eps);
     mine[line] *= factor[line];
+  }
+}
+
+// All passes: row and column hold the scaling in the end.
+__device__ __forceinline__ void sinkhorn_scales(const float (&k)[S][S], float (&row)[S],
+                                                float (&column)[S], float (&factor)[S],
+                                                int iterations, float eps) {
+  scale_lines<true>(k, column, row, factor, eps);
+  for (int pass = 1; pass < iterations; ++pass) {
+    scale_lines<false>(k, row, column, factor, eps);
+    scale_lines<true>(k, column, row, factor, eps);
   }
 }
 
@@ -95,16 +113,21 @@ __device__ __forceinline__ void sinkhorn_matrix(float (&b)[S][S], int iterations
 #pragma unroll
     for (int j = 0; j < S; ++j) b[i][j] += eps;
   }
-  scale_lines<true>(b, column, row, factor, eps);
-  for (int pass = 1; pass < iterations; ++pass) {
-    scale_lines<false>(b, row, column, factor, eps);
-    scale_lines<true>(b, column, row, factor, eps);
-  }
+  sinkhorn_scales(b, row, column, factor, iterations, eps);
 #pragma unroll
   for (int i = 0; i < S; ++i)
 #pragma unroll
     for (int j = 0; j < S; ++j) b[i][j] *= row[i] * column[j];
 }
+
+// The three sets of all tokens in memory; number m of token t.
+template <class Number>
+struct Mixing {
+  Number *pre, *post, *comb;  // (T, S), (T, S), (T, S, S)
+  __device__ __forceinline__ Number* at(long long t, int m) const {
+    return m < S ? pre + t * S + m : m < 2 * S ? post + t * S + m - S : comb + t * S * S + m - 2 * S;
+  }
+};
 
 // One token's sums, in place, into pre (S), post (S) and comb (S * S).
 __device__ __forceinline__ void mixing_sets(float* u, const float* base, const float* scale,
@@ -181,3 +204,20 @@ __device__ __forceinline__ void sinkhorn_gradient(float (&d)[S][S], float (&soft
   }
 }
 #endif
+
+// The MXFP8 scale of 32 numbers whose largest magnitude is amax (dsv41/quant.py, ACTIVATION_FP8):
+// the E8M0 byte of the smallest power of two >= amax / 448, and 1 / scale, exact.
+__device__ __forceinline__ unsigned fp8_scale(float amax) {
+  unsigned bits = __float_as_uint(fmaxf(amax, 1e-4f) * (1.f / 448.f));
+  return (bits >> 23) + ((bits & 0x7fffffu) != 0);
+}
+__device__ __forceinline__ float fp8_inverse(unsigned scale) {
+  return __uint_as_float((254u - scale) << 23);
+}
+
+// Two E4M3 codes, nearest even, saturating; the first in the low byte.
+__device__ __forceinline__ unsigned fp8_pair(float low, float high) {
+  unsigned short out;
+  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
+  return out;
+}

@@ -61,11 +61,7 @@ coefficients(const float* sums, const float* base, const float* scale, float* pr
   __syncthreads();
   if (warp == 0 && lane < count) mixing_sets(table[lane], base, scale, width, iterations, norm_eps, eps);
   __syncthreads();
-  for (int i = threadIdx.x; i < count * MIX; i += 128) {
-    int t = i / MIX, m = i % MIX;
-    float value = table[t][m];
-    if (m < S) pre[(first + t) * S + m] = value;
-    else if (m < 2 * S) post[(first + t) * S + m - S] = value;
-    else comb[(first + t) * S * S + m - 2 * S] = value;
-  }
+  Mixing<float> out = {pre, post, comb};
+  for (int i = threadIdx.x; i < count * MIX; i += 128)
+    *out.at(first + i / MIX, i % MIX) = table[i / MIX][i % MIX];
 }

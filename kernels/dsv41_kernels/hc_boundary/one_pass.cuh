@@ -1,0 +1,595 @@
+// v4 of hc_boundary: one pass whose 24 dot products of length 4 D run on tensor cores.
+//
+// Cut along the channels, not along the streams: all four streams of a channel meet in one thread,
+// so mixing needs no communication, and a slice of fn fits into shared memory and is read once.
+//
+//   unit   32 channels of 16 tokens, the work of a warp: two rows and 8 channels a lane
+//   half   UNITS units, whose sums are added in order;  D = 32 * UNITS * HALVES
+//   total  the HALVES sums in order, by one warp, after all blocks of a token group have arrived
+//
+// New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
+// together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16, then
+// its sums are added in float32: the tensor core's own rounding never runs over more than 128.
+//
+// The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, one block a
+// half and 16 tokens) and in a large one (`wide`, one block a slice of two halves, walking over
+// groups of 64 tokens). Blocks wait for one another, so a launch never has more than fit at once.
+//
+//   bytes a token, bf16: 20 D through memory; 26 * 4 * HALVES of sums and 2 D of collapsed row stay
+//   in L2. fn: 8 D (thin) or 2 * 96 D of products a token (wide) that would be 384 D from L2 in v3.
+#pragma once
+
+constexpr int WIDTH = 32 * UNITS * HALVES;
+constexpr int SLICES = HALVES / 2;
+constexpr int PARTS = 3;   // bf16 summands of a number of fn
+constexpr int TILES = 3;   // MIX = 24 outputs in tiles of 8
+constexpr int GROUP = 64;  // tokens of a wide block's round
+constexpr bool AHEAD = BF16_STORED;  // a warp loads the next unit before it works on this one
+constexpr int RING = 5;    // rounds whose sums may be in use at once
+constexpr int WARPS = 8;   // of a wide block that take units: 4 token tiles x 2 halves
+constexpr int WIDE_WARPS = 12;  // and a group of 4, of which one finishes tokens; registers move in groups
+
+__device__ __forceinline__ float reciprocal_root(float square, float eps) {
+  return 1.f / sqrtf(square / WIDTH + eps);
+}
+
+// Two bf16 in a word, nearest even; the first in the low half.
+__device__ __forceinline__ unsigned bf16_pair(float low, float high) {
+  unsigned out;
+  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
+  return out;
+}
+__device__ __forceinline__ float low_bf16(unsigned pair) { return __uint_as_float(pair << 16); }
+__device__ __forceinline__ float high_bf16(unsigned pair) {
+  return __uint_as_float(pair & 0xffff0000u);
+}
+
+// c (16 x 8) += a (16 x 16) b (16 x 8), bf16 with float32 sums.
+__device__ __forceinline__ void mma_bf16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
+                                         unsigned a3, unsigned b0, unsigned b1) {
+  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
+      "{%0,%1,%2,%3};"
+      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
+      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
+}
+
+// Eight neighbouring channels, as they are stored.
+struct Eight {
+#if BF16_STORED
+  uint4 raw;
+  __device__ __forceinline__ void get(const Stored* at) {
+    raw = __ldcs(reinterpret_cast<const uint4*>(at));
+  }
+  __device__ __forceinline__ unsigned word(int i) const {
+    return i == 0 ? raw.x : i == 1 ? raw.y : i == 2 ? raw.z : raw.w;
+  }
+  __device__ __forceinline__ float low(int i) const { return low_bf16(word(i)); }
+  __device__ __forceinline__ float high(int i) const { return high_bf16(word(i)); }
+#else
+  float4 raw[2];
+  __device__ __forceinline__ void get(const Stored* at) {
+    raw[0] = __ldcs(reinterpret_cast<const float4*>(at));
+    raw[1] = __ldcs(reinterpret_cast<const float4*>(at) + 1);
+  }
+  __device__ __forceinline__ float low(int i) const { return i % 2 ? raw[i / 2].z : raw[i / 2].x; }
+  __device__ __forceinline__ float high(int i) const { return i % 2 ? raw[i / 2].w : raw[i / 2].y; }
+#endif
+};
+
+// Four words of two bf16 each -> eight stored numbers.
+__device__ __forceinline__ void put_eight(Stored* at, const unsigned (&w)[4]) {
+#if BF16_STORED
+  __stcs(reinterpret_cast<uint4*>(at), make_uint4(w[0], w[1], w[2], w[3]));
+#else
+  float4* out = reinterpret_cast<float4*>(at);
+#pragma unroll
+  for (int i = 0; i < 2; ++i)
+    __stcs(out + i, make_float4(low_bf16(w[2 * i]), high_bf16(w[2 * i]), low_bf16(w[2 * i + 1]),
+                                high_bf16(w[2 * i + 1])));
+#endif
+}
+
+// The lane's place in a tile of 16 tokens: rows g and g + 8, channels 8 q .. 8 q + 7 of a unit. A
+// row behind the last token is read as the last one, and not written.
+struct Place {
+  long long first, last;
+  __device__ __forceinline__ Place(long long tile, long long tokens)
+      : first(tile + threadIdx.x % 32 / 4), last(tokens - 1) {}
+  __device__ __forceinline__ long long row(int r) const { return min(first + 8 * r, last); }
+  __device__ __forceinline__ bool valid(int r) const { return first + 8 * r <= last; }
+};
+
+// What a unit reads: the streams and y at channel c (already the lane's own).
+struct Inputs {
+  Eight x[2][S], y[2];
+  __device__ __forceinline__ void get(const Stored* streams, const Stored* out, const Place& p, int c) {
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      y[r].get(out + p.row(r) * WIDTH + c);
+#pragma unroll
+      for (int j = 0; j < S; ++j) x[r][j].get(streams + (p.row(r) * S + j) * WIDTH + c);
+    }
+  }
+};
+
+// What one row needs for stream k: column k of comb, post[k] and pre[k].
+struct Column {
+  float comb[S], post, pre;
+};
+
+// Coefficients of a tile, from memory when they are wanted: for a warp that takes one unit.
+struct FromMemory {
+  Mixing<const float> from;
+  Place p;
+  __device__ __forceinline__ Column column(int r, int k) const {
+    Column out;
+#pragma unroll
+    for (int j = 0; j < S; ++j) out.comb[j] = *from.at(p.row(r), 2 * S + j * S + k);
+    out.post = *from.at(p.row(r), S + k), out.pre = *from.at(p.row(r), k);
+    return out;
+  }
+};
+
+// The same from a warp's own shared memory, (S, 16, 8), for one that takes many units: held in
+// registers they would be 48. `fetch` and `keep` are the two ends of a copy that takes its time.
+struct FromShared {
+  float* table;
+  __device__ __forceinline__ Column column(int r, int k) const {
+    const float4* at =
+        reinterpret_cast<const float4*>(table + (k * 16 + threadIdx.x % 32 / 4 + 8 * r) * 8);
+    float4 comb = at[0], rest = at[1];
+    return {{comb.x, comb.y, comb.z, comb.w}, rest.x, rest.y};
+  }
+  // Two lanes a token: streams 2 h and 2 h + 1 of pre and post, those rows of comb.
+  struct Copy {
+    float2 pre, post;
+    float4 comb[2];
+  };
+  __device__ __forceinline__ void fetch(Copy& v, Mixing<const float> from, const Place& p) const {
+    int lane = threadIdx.x % 32, h = lane % 2;
+    long long t = min(p.first - lane / 4 + lane / 2, p.last);
+    v.pre = __ldg(reinterpret_cast<const float2*>(from.pre + t * S) + h);
+    v.post = __ldg(reinterpret_cast<const float2*>(from.post + t * S) + h);
+#pragma unroll
+    for (int i = 0; i < 2; ++i)
+      v.comb[i] = __ldg(reinterpret_cast<const float4*>(from.comb + t * S * S) + 2 * h + i);
+  }
+  __device__ __forceinline__ void keep(const Copy& v) const {
+    float* to = table + threadIdx.x % 32 / 2 * 8;
+    int h = 2 * (threadIdx.x % 2);
+    __syncwarp();
+    to[h * 128 + S] = v.post.x, to[(h + 1) * 128 + S] = v.post.y;
+    to[h * 128 + S + 1] = v.pre.x, to[(h + 1) * 128 + S + 1] = v.pre.y;
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      to[h + i] = v.comb[i].x, to[128 + h + i] = v.comb[i].y;
+      to[256 + h + i] = v.comb[i].z, to[384 + h + i] = v.comb[i].w;
+    }
+    __syncwarp();
+  }
+};
+
+// Sums of a tile: 24 dot products in the layout of the tensor core, squares of the new streams and
+// of the collapsed row by lane.
+struct Sums {
+  float dot[TILES][4], square[2], collapsed[2];
+};
+
+// Eight numbers of one row of fn as three words of bf16 pairs for each of the two k-steps.
+__device__ __forceinline__ void split(const float* at, uint4 (&parts)[PARTS]) {
+  const float4* from = reinterpret_cast<const float4*>(at);
+  float4 low = __ldg(from), high = __ldg(from + 1);
+  float rest[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
+#pragma unroll
+  for (int p = 0; p < PARTS; ++p) {
+    unsigned w[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      w[i] = bf16_pair(rest[2 * i], rest[2 * i + 1]);
+      rest[2 * i] -= low_bf16(w[i]);
+      rest[2 * i + 1] -= high_bf16(w[i]);
+    }
+    parts[p] = make_uint4(w[0], w[1], w[2], w[3]);
+  }
+}
+
+// One unit: new streams, collapsed row (two words a row and pair of channels, in `raw`), sums.
+// weights(k, j, parts) gives the lane's share of stream k and tile j.
+template <class Rows, class Weights>
+__device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Place& p, int c,
+                                     Stored* out, unsigned (&raw)[2][4], Sums& sums,
+                                     const Weights& weights) {
+  float x[2][8] = {}, square[2] = {}, dot[TILES][4] = {};
+#pragma unroll
+  for (int k = 0; k < S; ++k) {
+    unsigned now[2][4];
+#pragma unroll
+    for (int r = 0; r < 2; ++r) {
+      Column a = rows.column(r, k);
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+        float low = 0.f, high = 0.f;
+#pragma unroll
+        for (int j = 0; j < S; ++j) {
+          low = __fmaf_rn(a.comb[j], in.x[r][j].low(i), low);
+          high = __fmaf_rn(a.comb[j], in.x[r][j].high(i), high);
+        }
+        low = __fadd_rn(__fmul_rn(a.post, in.y[r].low(i)), low);
+        high = __fadd_rn(__fmul_rn(a.post, in.y[r].high(i)), high);
+        now[r][i] = bf16_pair(low, high);
+        low = low_bf16(now[r][i]), high = high_bf16(now[r][i]);
+        x[r][2 * i] = __fmaf_rn(a.pre, low, x[r][2 * i]);
+        x[r][2 * i + 1] = __fmaf_rn(a.pre, high, x[r][2 * i + 1]);
+        square[r] = __fmaf_rn(low, low, square[r]);
+        square[r] = __fmaf_rn(high, high, square[r]);
+      }
+      if (p.valid(r)) put_eight(out + (p.row(r) * S + k) * WIDTH + c, now[r]);
+    }
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+      uint4 b[PARTS];
+      weights(k, j, b);
+#pragma unroll
+      for (int s = 0; s < PARTS; ++s) {
+        mma_bf16(dot[j], now[0][0], now[1][0], now[0][1], now[1][1], b[s].x, b[s].y);
+        mma_bf16(dot[j], now[0][2], now[1][2], now[0][3], now[1][3], b[s].z, b[s].w);
+      }
+    }
+  }
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    float collapsed = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      raw[r][i] = bf16_pair(x[r][2 * i], x[r][2 * i + 1]);
+      float low = low_bf16(raw[r][i]), high = high_bf16(raw[r][i]);
+      collapsed = __fmaf_rn(low, low, collapsed);
+      collapsed = __fmaf_rn(high, high, collapsed);
+    }
+#pragma unroll
+    for (int step = 1; step < 4; step *= 2) {  // the four lanes of a row
+      square[r] += __shfl_xor_sync(~0u, square[r], step);
+      collapsed += __shfl_xor_sync(~0u, collapsed, step);
+    }
+    sums.square[r] += square[r];
+    sums.collapsed[r] += collapsed;
+  }
+#pragma unroll
+  for (int j = 0; j < TILES; ++j)
+#pragma unroll
+    for (int i = 0; i < 4; ++i) sums.dot[j][i] += dot[j][i];
+}
+
+// The sums of a tile into rows of SUMS numbers (row t of `table`) and `squares`[t], t < 16.
+__device__ __forceinline__ void put_sums(const Sums& sums, float* table, float* squares) {
+  int lane = threadIdx.x % 32, q = lane % 4;
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    int t = lane / 4 + 8 * r;
+#pragma unroll
+    for (int j = 0; j < TILES; ++j)
+      *reinterpret_cast<float2*>(table + t * SUMS + 8 * j + 2 * q) =
+          make_float2(sums.dot[j][2 * r], sums.dot[j][2 * r + 1]);
+    if (q == 0) table[t * SUMS + MIX] = sums.square[r];
+    if (q == 1) squares[t] = sums.collapsed[r];
+  }
+}
+
+// A unit of the collapsed row, normalised: bf16 or float32 numbers, or codes and a scale.
+__device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const float (&root)[2],
+                                         const Place& p, int c, const float* norm, void* x) {
+  const float4* from = reinterpret_cast<const float4*>(norm + c);
+  float4 a = __ldg(from), b = __ldg(from + 1);
+  float weight[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
+#pragma unroll
+  for (int r = 0; r < 2; ++r) {
+    unsigned w[4];
+    float amax = 0.f;
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      w[i] = bf16_pair(low_bf16(raw[r][i]) * root[r] * weight[2 * i],
+                       high_bf16(raw[r][i]) * root[r] * weight[2 * i + 1]);
+      amax = fmaxf(amax, fmaxf(fabsf(low_bf16(w[i])), fabsf(high_bf16(w[i]))));
+    }
+#if FP8
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 1));
+    amax = fmaxf(amax, __shfl_xor_sync(~0u, amax, 2));
+    if (!p.valid(r)) continue;
+    unsigned scale = fp8_scale(amax);
+    float inverse = fp8_inverse(scale);
+    unsigned char* record = static_cast<unsigned char*>(x) + p.row(r) * (WIDTH + WIDTH / 32);
+#pragma unroll
+    for (int i = 0; i < 4; ++i)  // records are even, not always a multiple of 8
+      reinterpret_cast<unsigned short*>(record + c)[i] =
+          fp8_pair(low_bf16(w[i]) * inverse, high_bf16(w[i]) * inverse);
+    if (threadIdx.x % 4 == 0) record[WIDTH + c / 32] = scale;
+#else
+    if (p.valid(r)) put_eight(static_cast<Stored*>(x) + p.row(r) * WIDTH + c, w);
+#endif
+  }
+}
+
+// ---- coefficients of finished tokens ----------------------------------------------------------
+
+// The sum of one number over the halves, in order; `stride` floats from half to half, `batch` loads
+// in flight.
+template <int batch>
+__device__ __forceinline__ float ordered_sum(const float* at, int stride) {
+  float total = 0.f;
+#pragma unroll 1
+  for (int h = 0; h < HALVES; h += batch) {
+    float part[batch];
+#pragma unroll
+    for (int i = 0; i < batch; ++i) part[i] = h + i < HALVES ? __ldcg(at + (h + i) * stride) : 0.f;
+#pragma unroll
+    for (int i = 0; i < batch; ++i) total += part[i];
+  }
+  return total;
+}
+
+// One token, a lane a number: pre and post leave at once; the softmax rows of comb, plus eps, wait
+// in `matrix` (S * S) for the thread that scales them.
+__device__ __forceinline__ void mix_token(float total, long long t, const float* base,
+                                          const float* scale, float* pre, float* post, float* matrix,
+                                          float norm_eps, float eps) {
+  int m = threadIdx.x % 32, set = m < 2 * S ? m / S : 2;
+  float rms = sqrtf(__shfl_sync(~0u, total, MIX) / (S * WIDTH) + norm_eps);
+  float z = m < MIX ? total / rms * scale[set] + base[m] : 0.f, gate = sigmoid(z);
+  float top = fmaxf(z, __shfl_xor_sync(~0u, z, 1));
+  top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  float e = expf(z - top), sum = e + __shfl_xor_sync(~0u, e, 1);
+  sum += __shfl_xor_sync(~0u, sum, 2);
+  if (m < S) pre[t * S + m] = gate + eps;
+  else if (m < 2 * S) post[t * S + m - S] = 2.f * gate;
+  else if (m < MIX) matrix[m - 2 * S] = e / sum + eps;
+}
+
+// `count` <= 4 matrices in shared memory -> comb, one thread a matrix.
+__device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, int iterations,
+                                             float eps) {
+  float k[S][S], row[S], column[S], factor[S];
+#pragma unroll
+  for (int i = 0; i < S * S; ++i) k[i / S][i % S] = matrix[i];
+#pragma unroll
+  for (int i = 0; i < S; ++i) row[i] = column[i] = 1.f;
+  sinkhorn_scales(k, row, column, factor, iterations, eps);
+#pragma unroll
+  for (int i = 0; i < S * S; ++i) comb[i] = row[i / S] * k[i / S][i % S] * column[i % S];
+}
+
+// ---- arrival of blocks ------------------------------------------------------------------------
+
+// Counts the calling warp, whose writes are visible to whoever sees the count.
+__device__ __forceinline__ void arrive(unsigned* count) {
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) {
+    __threadfence();
+    atomicAdd(count, 1u);
+  }
+}
+
+__device__ __forceinline__ void await(unsigned* count, unsigned all) {
+  if (threadIdx.x % 32 == 0) {
+    while (*reinterpret_cast<volatile unsigned*>(count) < all) __nanosleep(20);
+    __threadfence();
+  }
+  __syncwarp();
+}
+
+// The last block that has waited puts both counters back to zero, for the next launch.
+__device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned blocks) {
+  if (threadIdx.x % 32 || atomicAdd(left, 1u) != blocks - 1) return;
+  *count = 0;
+  *left = 0;
+}
+
+// ---- small launches ---------------------------------------------------------------------------
+
+// A block takes one half of 16 tokens, a warp one unit; one more warp makes the coefficients.
+// sums (tiles, HALVES, 16, SUMS), squares (tiles, HALVES, 16); counters (2, tiles) are zero.
+extern "C" __global__ void __launch_bounds__(32 * (UNITS + 1), 1)
+thin(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
+     const float* comb_in, const float* fn, const float* base, const float* scale, const float* norm,
+     Stored* out, void* x, float* pre, float* post, float* comb, float* sums, float* squares,
+     unsigned* counters, long long tokens, int iterations, float norm_eps, float eps) {
+  extern __shared__ uint4 memory[];
+  float(*tables)[16][SUMS] = reinterpret_cast<float(*)[16][SUMS]>(memory);  // [unit]
+  float(*collapsed)[16] = reinterpret_cast<float(*)[16]>(tables + UNITS);
+  float* roots = &collapsed[UNITS][0];
+  float* matrix = roots + 16;
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int half = blockIdx.x % HALVES, tile = blockIdx.x / HALVES, tiles = gridDim.x / HALVES;
+  long long first = tile * 16ll;
+  Place p(first, tokens);
+  int c = (half * UNITS + warp) * 32 + lane % 4 * 8;
+  unsigned raw[2][4];
+  if (warp < UNITS) {
+    Inputs in;
+    in.get(streams, y, p, c);
+    FromMemory rows = {{pre_in, post_in, comb_in}, p};
+    Sums own = {};
+    unit(in, rows, p, c, out, raw, own, [&](int k, int j, uint4(&parts)[PARTS]) {
+      split(fn + ((8ll * j + lane / 4) * S + k) * WIDTH + c, parts);
+    });
+    put_sums(own, &tables[warp][0][0], collapsed[warp]);
+  }
+  __syncthreads();
+  float* slot = sums + tile * (long long)(HALVES * 16 * SUMS);
+  float* slot_squares = squares + tile * (long long)(HALVES * 16);
+  for (int i = threadIdx.x; i < 16 * SUMS; i += 32 * (UNITS + 1)) {
+    float total = 0.f;
+    for (int u = 0; u < UNITS; ++u) total += i % SUMS <= MIX ? tables[u][i / SUMS][i % SUMS] : 0.f;
+    slot[half * 16 * SUMS + i] = total;
+  }
+  if (threadIdx.x < 16) {
+    float total = 0.f;
+    for (int u = 0; u < UNITS; ++u) total += collapsed[u][threadIdx.x];
+    slot_squares[half * 16 + threadIdx.x] = total;
+  }
+  arrive(counters + tile);
+  await(counters + tile, HALVES * (UNITS + 1));
+  if (warp == UNITS) {
+    for (int t = half; t < 16 && first + t < tokens; t += HALVES) {
+      float total = ordered_sum<32>(slot + t * SUMS + lane, 16 * SUMS);
+      mix_token(total, first + t, base, scale, pre, post, matrix, norm_eps, eps);
+      __syncwarp();
+      if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
+      __syncwarp();
+    }
+  } else {
+    float root[2];
+#pragma unroll
+    for (int r = 0; r < 2; ++r)
+      root[r] = reciprocal_root(ordered_sum<32>(slot_squares + lane / 4 + 8 * r, 16), norm_eps);
+    put_unit(raw, root, p, c, norm, x);
+  }
+  leave(counters + tile, counters + tiles + tile, HALVES * (UNITS + 1));
+}
+
+// A group of four warps gives registers back, or takes more: both are counts a thread.
+template <int count>
+__device__ __forceinline__ void give_registers() {
+  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
+}
+template <int count>
+__device__ __forceinline__ void take_registers() {
+  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
+}
+
+// ---- large launches ---------------------------------------------------------------------------
+
+constexpr int FRAGMENTS = 2 * UNITS * S * TILES * PARTS * 32;  // uint4 of a slice of fn
+
+// A slice of fn into shared memory, in the order in which lanes read it: [unit][stream][tile][part]
+// [lane], 16 bytes each, so a warp's reads are 512 neighbouring bytes.
+__device__ __forceinline__ void put_slice(const float* fn, int slice, uint4* fragments) {
+  for (int i = threadIdx.x; i < 2 * UNITS * S * TILES * 32; i += 32 * WIDE_WARPS) {
+    int lane = i % 32, j = i / 32 % TILES, k = i / 32 / TILES % S, u = i / 32 / TILES / S;
+    uint4 parts[PARTS];
+    int c = (slice * 2 * UNITS + u) * 32 + lane % 4 * 8;
+    split(fn + ((8ll * j + lane / 4) * S + k) * WIDTH + c, parts);
+#pragma unroll
+    for (int s = 0; s < PARTS; ++s) fragments[(i / 32 * PARTS + s) * 32 + lane] = parts[s];
+  }
+}
+
+// Block b keeps slice b % SLICES of fn and walks over token groups b / SLICES, + teams, ...; a warp
+// takes 16 tokens of a group and one half of the slice. Warps never wait inside a group: a warp
+// leaves its sums, goes on to the next group, and only then normalises the collapsed rows of the
+// last one, whose sums have long arrived. The ninth warp turns sums into roots and coefficients.
+//
+// sums (teams, RING, HALVES, GROUP, SUMS), squares (teams, RING, HALVES, GROUP); collapsed
+// (blocks, 2, WARPS, UNITS, 2, 32) uint4: own rows of two rounds; counters (2, groups) are zero.
+extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS, 1)
+wide(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
+     const float* comb_in, const float* fn, const float* base, const float* scale, const float* norm,
+     Stored* out, void* x, float* pre, float* post, float* comb, float* sums, float* squares,
+     uint4* collapsed, unsigned* counters, long long tokens, int iterations, float norm_eps,
+     float eps) {
+  extern __shared__ uint4 memory[];
+  uint4* fragments = memory;
+  float(*roots)[GROUP] = reinterpret_cast<float(*)[GROUP]>(fragments + FRAGMENTS);  // [round % 2]
+  float* matrices = &roots[2][0];  // 4 of S * S
+  float* tables = matrices + 4 * S * S;  // [WARPS] of S * 16 * 8
+  volatile int* ready = reinterpret_cast<volatile int*>(tables + WARPS * S * 16 * 8);
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  int slice = blockIdx.x % SLICES, team = blockIdx.x / SLICES, teams = gridDim.x / SLICES;
+  int groups = (int)((tokens + GROUP - 1) / GROUP), rounds = (groups - team + teams - 1) / teams;
+  put_slice(fn, slice, fragments);
+  if (threadIdx.x == 0) *ready = 0;
+  __syncthreads();
+
+  if (warp >= WARPS) {
+    give_registers<64>();
+    if (warp > WARPS) return;
+    for (int round = 0; round < rounds; ++round) {
+      int group = team + round * teams;
+      long long first = group * (long long)GROUP, slot = (team * RING + round % RING) * (long long)HALVES;
+      await(counters + group, SLICES * WARPS);
+#pragma unroll 1
+      for (int t = lane; t < GROUP; t += 32)
+        roots[round % 2][t] =
+            reciprocal_root(ordered_sum<8>(squares + slot * GROUP + t, GROUP), norm_eps);
+      __threadfence_block();
+      __syncwarp();
+      if (lane == 0) *ready = round + 1;
+      const float* from = sums + slot * GROUP * SUMS;
+      for (int t = slice; t < GROUP && first + t < tokens; t += 4 * SLICES) {
+        int some = 0;
+        for (; some < 4 && t + some * SLICES < GROUP && first + t + some * SLICES < tokens; ++some) {
+          int at = t + some * SLICES;
+          float total = ordered_sum<8>(from + at * SUMS + lane, GROUP * SUMS);
+          mix_token(total, first + at, base, scale, pre, post, matrices + some * S * S, norm_eps, eps);
+        }
+        __syncwarp();
+        if (lane < some)
+          scale_matrix(matrices + lane * S * S, comb + (first + t + lane * SLICES) * S * S, iterations,
+                       eps);
+        __syncwarp();
+      }
+      leave(counters + group, counters + groups + group, SLICES);
+    }
+    return;
+  }
+
+  take_registers<224>();
+  int tile = warp % 4, part = warp / 4, c = (slice * 2 + part) * UNITS * 32 + lane % 4 * 8;
+  const uint4* own = fragments + part * UNITS * S * TILES * PARTS * 32 + lane;
+  uint4* left = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
+  constexpr long long NEXT = WARPS * UNITS * 2 * 32;  // from round to round
+  auto place = [&](int round) {
+    return Place((team + round * (long long)teams) * GROUP + tile * 16, tokens);
+  };
+  FromShared rows = {tables + warp * S * 16 * 8};
+  Mixing<const float> old = {pre_in, post_in, comb_in};
+  FromShared::Copy coming_rows;
+  Inputs in;
+  if (AHEAD) in.get(streams, y, place(0), c);
+  rows.fetch(coming_rows, old, place(0));
+  for (int round = 0; round <= rounds; ++round) {
+    if (round < rounds) {
+      Place p = place(round);
+      rows.keep(coming_rows);
+      Sums total = {};
+#pragma unroll 1
+      for (int u = 0; u < UNITS; ++u) {
+        Inputs coming;
+        if (!AHEAD) in.get(streams, y, p, c + u * 32);
+        else if (u + 1 < UNITS) coming.get(streams, y, p, c + (u + 1) * 32);
+        else if (round + 1 < rounds) coming.get(streams, y, place(round + 1), c);
+        unsigned raw[2][4];
+        unit(in, rows, p, c + u * 32, out, raw, total, [&](int k, int j, uint4(&parts)[PARTS]) {
+#pragma unroll
+          for (int s = 0; s < PARTS; ++s) parts[s] = own[(((u * S + k) * TILES + j) * PARTS + s) * 32];
+        });
+#pragma unroll
+        for (int r = 0; r < 2; ++r)
+          left[round % 2 * NEXT + (u * 2 + r) * 32] =
+              make_uint4(raw[r][0], raw[r][1], raw[r][2], raw[r][3]);
+        if (AHEAD) in = coming;
+      }
+      long long slot = ((team * RING + round % RING) * (long long)HALVES + slice * 2 + part) * GROUP;
+      put_sums(total, sums + (slot + tile * 16) * SUMS, squares + slot + tile * 16);
+      arrive(counters + team + round * teams);
+      if (round + 1 < rounds) rows.fetch(coming_rows, old, place(round + 1));
+    }
+    if (round > 0) {
+      while (*ready < round) __nanosleep(20);
+      __syncwarp();
+      __threadfence_block();
+      float root[2];
+#pragma unroll
+      for (int r = 0; r < 2; ++r) root[r] = roots[(round - 1) % 2][tile * 16 + lane / 4 + 8 * r];
+#pragma unroll 1
+      for (int u = 0; u < UNITS; ++u) {
+        unsigned raw[2][4];
+#pragma unroll
+        for (int r = 0; r < 2; ++r) {
+          uint4 four = left[(round - 1) % 2 * NEXT + (u * 2 + r) * 32];
+          raw[r][0] = four.x, raw[r][1] = four.y, raw[r][2] = four.z, raw[r][3] = four.w;
+        }
+        put_unit(raw, root, place(round - 1), c + u * 32, norm, x);
+      }
+    }
+  }
+}
