@@ -1,6 +1,7 @@
 """Chapters: pages are what their sources say, blanks fail, solutions pass, limits hold."""
 
 import importlib.util
+import json
 import re
 import subprocess
 import sys
@@ -222,6 +223,23 @@ def test_rehearsal_reports_blanks_that_pass_and_solutions_that_do_not(tmp_path):
     assert "ends in Wrong" in build.rehearse(chapter)[0]
     solution.write_text(cell.replace("01.e5m2", "01.other"))
     assert build.rehearse(chapter)[0] == "exercises ['01.e5m2'], but solutions of ['01.other']"
+
+
+def test_a_page_shows_the_latest_measurement_or_that_there_is_none(tmp_path, capsys):
+    from lib.measured import records, report
+
+    assert report("fp4_pack", tmp_path) == []
+    assert "nothing was measured yet" in capsys.readouterr().out
+    result = {"op": "fp4_pack", "version": "v3", "shape": "1M rows", "device": "GPU", "error": 0}
+    result |= {"share": 0.5, "floor_us": 100.0}
+    for name, date, median in (("b", "2026-01-01", 300.0), ("a", "2026-02-01", 200.0)):
+        found = [result | {"date": date, "cold_us": {"median": median}}, result | {"op": "other"}]
+        (tmp_path / f"{name}.json").write_text(json.dumps(found))
+    assert [r["date"] for r in records("fp4_pack", tmp_path)] == ["2026-02-01"]
+    report("fp4_pack", tmp_path)
+    assert capsys.readouterr().out == (
+        "measured on GPU, 2026-02-01: fp4_pack v3, 1M rows: 200.0 µs, 50% of the floor of 100.0 µs\n"
+    )
 
 
 # ---- every chapter --------------------------------------------------------------------------
