@@ -248,7 +248,15 @@ def test_a_page_shows_the_latest_measurement_or_that_there_is_none(tmp_path, cap
 
 @each_chapter
 def test_blanks_fail_with_their_message_and_solutions_pass(path):
-    assert build.rehearse(path) == []
+    if "NUMBA_ENABLE_CUDASIM" not in path.read_text(encoding="utf-8"):
+        assert build.rehearse(path) == []
+        return
+    # trap: Numba reads the variable once, and another test may have imported it for a GPU
+    code = f"import build, pathlib; print(build.rehearse(pathlib.Path({str(path)!r})))"
+    ran = subprocess.run(
+        [sys.executable, "-c", code], cwd=TUTORIALS, capture_output=True, text=True
+    )
+    assert ran.stdout == "[]\n", ran.stdout + ran.stderr
 
 
 @each_chapter

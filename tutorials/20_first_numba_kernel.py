@@ -595,7 +595,7 @@ assert all(r["error"] == 0 for r in found), "what was timed was checked first, b
 # %% [markdown]
 # That is what the [ladder in CUDA C++](../kernels/dsv41_kernels/fp4_pack/kernel.cu) does about it:
 # v1 is our thread for each group, v2 loads 16 bytes at a time and has no division, v3 rounds two
-# numbers with one instruction.
+# numbers with one instruction. [Chapter 21](21_rawkernels.ipynb) reads such sources.
 #
 # ## The module gives the same numbers
 #
@@ -676,5 +676,5 @@ check("20.unpack", unpack)
 # - Rounding to FP4 is one addition. A division by a scale is no product, unless ties are repaired.
 # - The simulator proves bits and addresses. Widths of types it hides, time it does not know.
 #
-# Worked solutions: [solutions/20_first_numba_kernel.py](solutions/20_first_numba_kernel.py). All
-# chapters: [README.md](README.md).
+# Worked solutions: [solutions/20_first_numba_kernel.py](solutions/20_first_numba_kernel.py). Next:
+# [21 RawKernels](21_rawkernels.ipynb). All chapters: [README.md](README.md).
