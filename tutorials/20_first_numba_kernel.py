@@ -31,9 +31,12 @@ os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # read when numba is imported: simulat
 import threading
 import warnings
 
-import numba
 import numpy as np
-from numba import cuda
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # numba-cuda's own, from NumPy 2.5 on
+    import numba
+    from numba import cuda
 
 from lib.measured import report
 from lib.page import BLUE, FAINT, GREY, ORANGE, check, close, figure, same, versions
@@ -314,8 +317,8 @@ assert four_loads_trips == 4 * 32, "4 requests, each still touches all 32 sector
 # neighbouring bytes, 8 sectors, all of them used. But now a lane holds words of *other* groups.
 #
 # *Shared memory* is where the threads of a block exchange them. Store, wait for everybody, read
-# your own. `cuda.syncthreads()` is the wait. (`swap` is for the section after the next one: it
-# permutes places within 16.)
+# your own. `cuda.syncthreads()` is the wait. (`swap` changes places within a group of four; the
+# next section says what for.)
 
 
 # %%
@@ -394,7 +397,7 @@ lost = int((wrong != right).any(axis=1).sum())
 assert lost == 16, "16 threads of warp 0 find zeros, where warp 1 has not stored yet"
 
 # %% [markdown]
-# ## Sixteen lanes at one door
+# ## Eight lanes at one door
 #
 # Shared memory has 32 *banks*, 4 bytes wide each; word $w$ lives in bank $w \bmod 32$. A bank
 # serves one word at a time. 32 lanes with 8 bytes each are 64 words: two rounds at best. How many

@@ -30,11 +30,15 @@ import os
 os.environ["NUMBA_ENABLE_CUDASIM"] = "1"  # read when numba is imported: simulate, GPU or not
 
 import re
+import warnings
 from types import SimpleNamespace
 
-import numba
 import numpy as np
-from numba import cuda
+
+with warnings.catch_warnings():
+    warnings.simplefilter("ignore", DeprecationWarning)  # numba-cuda's own, from NumPy 2.5 on
+    import numba
+    from numba import cuda
 
 from lib.measured import report
 from lib.page import BLUE, GREY, ORANGE, check, close, figure, same, versions
@@ -92,8 +96,8 @@ assert macros == {"S": "4", "ROUND": "1"}, "its own // build: line says so"
 
 # %% [markdown]
 # A thread owns one channel of one token. Blocks are numbered through: block $b$ has token
-# $b / \text{tiles}$. Line by line the same in Numba, run in the simulator. 300 channels are two
-# tiles of 256, so the guard has work to do.
+# $b / \text{tiles}$. The same in Numba, but for the fused addition, run in the simulator. 300
+# channels are two tiles of 256, so the guard has work to do.
 
 
 # %%
@@ -148,7 +152,10 @@ def new_stream(k, post, comb, x, y, accumulate=fma):
 
 
 rng = np.random.default_rng(2)
-x, y = round_bf16(rng.standard_normal((4, 100_000), "f4")), round_bf16(rng.standard_normal(100_000))
+x, y = (
+    round_bf16(rng.standard_normal((4, 1_000_000), "f4")),
+    round_bf16(rng.standard_normal(1_000_000)),
+)
 post, comb = rng.uniform(0, 2, 4).astype("f4"), rng.uniform(0, 0.5, (4, 4)).astype("f4")
 fused, split_up = (new_stream(0, post, comb, x, y, how) for how in (fma, rounded_twice))
 bits = np.mean(fused != split_up)
@@ -157,10 +164,10 @@ print(f"float32 differs in {bits:.0%} of the numbers, bf16 in {flips.sum()} of {
 at = int(np.argmax(flips))
 print(f"for example {fused[at]:.9f} and {split_up[at]:.9f}: bf16", end="")
 print(f" {round_bf16(fused)[at]} and {round_bf16(split_up)[at]}")
-assert bits > 0.1 and 0 < flips.sum() < 100, "rare, and no test of 1e-2 would ever see it"
+assert bits > 0.1 and 0 < flips.sum() < 1000, "rare, and no test of 1e-2 would ever see it"
 
 # %% [markdown]
-# Two in 100,000, each by a whole step of bf16. So the order is written out, and all versions below
+# 23 in a million, each by a whole step of bf16. So the order is written out, and all versions below
 # use it. That makes "the same streams" mean equal bits.
 #
 # ## The ladder, counted
@@ -414,7 +421,7 @@ close("number l went to lane 31 - l", wrong[::-1], right, within=1e-2)
 # ## Who comes last must not matter
 #
 # v4 cuts the channels: 32 *halves* of 160, each summed by another block. Blocks finish in any
-# order. Adding to one number as they come (an atomic addition) is easy, and every run has other
+# order. Adding to one number as they come (an atomic addition) is easy, and runs differ in their
 # bits. So every half leaves its sum in a place of its own, and counts itself in. Whoever waits for
 # the count adds 32 numbers, in order of the place.
 
