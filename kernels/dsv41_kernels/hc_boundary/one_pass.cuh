@@ -9,7 +9,7 @@
 //
 // New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
 // together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16, then
-// its sums are added in float32: the tensor core's own rounding never runs over more than 128.
+// its sums are added in float32: the tensor core's own rounding never runs over more than 64.
 //
 // The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, one block a
 // half and 16 tokens) and in a large one (`wide`, one block a slice of two halves, walking over
@@ -24,10 +24,10 @@ constexpr int SLICES = HALVES / 2;
 constexpr int PARTS = 3;   // bf16 summands of a number of fn
 constexpr int TILES = 3;   // MIX = 24 outputs in tiles of 8
 constexpr int GROUP = 64;  // tokens of a wide block's round
-constexpr bool AHEAD = BF16_STORED;  // a warp loads the next unit before it works on this one
+constexpr bool AHEAD = BF16_STORED;  // registers are enough to load the next unit during this one
 constexpr int RING = 5;    // rounds whose sums may be in use at once
 constexpr int WARPS = 8;   // of a wide block that take units: 4 token tiles x 2 halves
-constexpr int WIDE_WARPS = 12;  // and a group of 4, of which one finishes tokens; registers move in groups
+constexpr int WIDE_WARPS = 12;  // and 4 that finish tokens; registers are moved between groups of 4
 
 __device__ __forceinline__ float reciprocal_root(float square, float eps) {
   return 1.f / sqrtf(square / WIDTH + eps);
@@ -135,13 +135,10 @@ struct Writes {
 // What a unit reads.
 struct Inputs {
   Eight x[2][S], y[2];
-  __device__ __forceinline__ void get(const Reads& from) {
+  __device__ __forceinline__ void get(const Reads& from, int r) {
+    y[r].get(from.y[r]);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      y[r].get(from.y[r]);
-#pragma unroll
-      for (int j = 0; j < S; ++j) x[r][j].get(from.streams[r] + j * WIDTH);
-    }
+    for (int j = 0; j < S; ++j) x[r][j].get(from.streams[r] + j * WIDTH);
   }
 };
 
@@ -211,17 +208,21 @@ __device__ __forceinline__ void split(const float4 (&eight)[2], uint4 (&parts)[P
 }
 
 // One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
-// weights(k, j, parts) gives the lane's share of stream k and tile j.
-template <class Weights>
+// weights(k, j, parts) gives the lane's share of stream k and tile j; done(r) is called when the
+// inputs of row r are not needed any more. zero is a 0 that the compiler does not know.
+template <class Weights, class Done>
 __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Writes& to,
-                                     unsigned (&raw)[2][4], Sums& sums, const Weights& weights) {
-  float x[2][8] = {}, square[2] = {}, dot[TILES][4] = {};
+                                     unsigned (&raw)[2][4], Sums& sums, unsigned zero,
+                                     const Weights& weights, const Done& done) {
+  // row by row, so that only one row's inputs are unpacked at a time
+  unsigned operand[S][2][4];
 #pragma unroll
-  for (int k = 0; k < S; ++k) {
-    unsigned now[2][4];
+  for (int r = 0; r < 2; ++r) {
+    float x[8] = {}, square = 0.f, collapsed = 0.f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int k = 0; k < S; ++k) {
       Column a = rows.column(r, k);
+      unsigned now[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float low = 0.f, high = 0.f;
@@ -232,48 +233,53 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
         }
         low = __fadd_rn(__fmul_rn(a.post, in.y[r].low(i)), low);
         high = __fadd_rn(__fmul_rn(a.post, in.y[r].high(i)), high);
-        now[r][i] = bf16_pair(low, high);
-        low = low_bf16(now[r][i]), high = high_bf16(now[r][i]);
-        x[r][2 * i] = __fmaf_rn(a.pre, low, x[r][2 * i]);
-        x[r][2 * i + 1] = __fmaf_rn(a.pre, high, x[r][2 * i + 1]);
-        square[r] = __fmaf_rn(low, low, square[r]);
-        square[r] = __fmaf_rn(high, high, square[r]);
+        now[i] = bf16_pair(low, high);
+        // trap: stored words and operands want different neighbours among the registers; without
+        // this the compiler copies the operands before every product
+        operand[k][r][i] = now[i] ^ zero;
+        low = low_bf16(now[i]), high = high_bf16(now[i]);
+        x[2 * i] = __fmaf_rn(a.pre, low, x[2 * i]);
+        x[2 * i + 1] = __fmaf_rn(a.pre, high, x[2 * i + 1]);
+        square = __fmaf_rn(low, low, square);
+        square = __fmaf_rn(high, high, square);
       }
-      if (to.valid[r]) put_eight(to.out[r] + k * WIDTH, now[r]);
+      if (to.valid[r]) put_eight(to.out[r] + k * WIDTH, now);
     }
-#pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-      uint4 b[PARTS];
-      weights(k, j, b);
-#pragma unroll
-      for (int s = 0; s < PARTS; ++s) {
-        mma_bf16(dot[j], now[0][0], now[1][0], now[0][1], now[1][1], b[s].x, b[s].y);
-        mma_bf16(dot[j], now[0][2], now[1][2], now[0][3], now[1][3], b[s].z, b[s].w);
-      }
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float collapsed = 0.f;
+    done(r);
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      raw[r][i] = bf16_pair(x[r][2 * i], x[r][2 * i + 1]);
+      raw[r][i] = bf16_pair(x[2 * i], x[2 * i + 1]);
       float low = low_bf16(raw[r][i]), high = high_bf16(raw[r][i]);
       collapsed = __fmaf_rn(low, low, collapsed);
       collapsed = __fmaf_rn(high, high, collapsed);
     }
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {  // the four lanes of a row
-      square[r] += __shfl_xor_sync(~0u, square[r], step);
+      square += __shfl_xor_sync(~0u, square, step);
       collapsed += __shfl_xor_sync(~0u, collapsed, step);
     }
-    sums.square[r] += square[r];
+    sums.square[r] += square;
     sums.collapsed[r] += collapsed;
   }
+  float dot[2][TILES][4] = {};  // two chains of products a tile: one alone would wait for itself
+#pragma unroll
+  for (int k = 0; k < S; ++k)
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+      uint4 b[PARTS];
+      weights(k, j, b);
+      unsigned(&a)[2][4] = operand[k];
+#pragma unroll
+      for (int s = 0; s < PARTS; ++s) {
+        mma_bf16(dot[0][j], a[0][0], a[1][0], a[0][1], a[1][1], b[s].x, b[s].y);
+        mma_bf16(dot[1][j], a[0][2], a[1][2], a[0][3], a[1][3], b[s].z, b[s].w);
+      }
+    }
 #pragma unroll
   for (int j = 0; j < TILES; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums.dot[j][i] += dot[j][i];
+    for (int i = 0; i < 4; ++i) sums.dot[j][i] += dot[0][j][i] + dot[1][j][i];
 }
 
 // The sums of a tile into rows of SUMS numbers (row t of `table`) and `squares`[t], t < 16.
@@ -360,7 +366,7 @@ __device__ __forceinline__ void mix_token(float total, long long t, const float*
   else if (m < MIX) matrix[m - 2 * S] = e / sum + eps;
 }
 
-// `count` <= 4 matrices in shared memory -> comb, one thread a matrix.
+// A matrix in shared memory -> comb, by one thread: its passes depend on each other.
 __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, int iterations,
                                              float eps) {
   float k[S][S], row[S], column[S], factor[S];
@@ -426,7 +432,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     Rows rows = {copies + warp * S * 16 * 8};
     float4 eight[S][TILES][2];
     from.begin(streams, y, p, c);
-    in.get(from);
+    in.get(from, 0), in.get(from, 1);
     rows.fetch({pre_in, post_in, comb_in}, p);
 #pragma unroll
     for (int k = 0; k < S; ++k)
@@ -434,8 +440,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       for (int j = 0; j < TILES; ++j) get_fn(fn, k, j, c, eight[k][j]);
     rows.wait();
     Sums own = {};
-    unit(in, rows, Writes(out, p, c), raw, own,
-         [&](int k, int j, uint4(&parts)[PARTS]) { split(eight[k][j], parts); });
+    unit(in, rows, Writes(out, p, c), raw, own, __float_as_uint(eps) >> 31,
+         [&](int k, int j, uint4(&parts)[PARTS]) { split(eight[k][j], parts); }, [](int) {});
     put_sums(own, &tables[warp][0][0], collapsed[warp]);
   }
   __syncthreads();
@@ -503,7 +509,7 @@ __device__ __forceinline__ void put_slice(const float* fn, int slice, uint4* fra
 // Block b keeps slice b % SLICES of fn and walks over token groups b / SLICES, + teams, ...; a warp
 // takes 16 tokens of a group and one half of the slice. Warps never wait inside a group: a warp
 // leaves its sums, goes on to the next group, and only then normalises the collapsed rows of the
-// last one, whose sums have long arrived. The ninth warp turns sums into roots and coefficients.
+// last one, whose sums have long arrived. Four more warps turn sums into roots and coefficients.
 //
 // sums (teams, RING, HALVES, GROUP, SUMS), squares (teams, RING, HALVES, GROUP); collapsed
 // (blocks, 2, WARPS, UNITS, 2, 32) uint4: own rows of two rounds; counters (2, groups) are zero.
@@ -532,47 +538,42 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   Inputs in;
   if (warp < WARPS) {
     from.begin(streams, y, place(0), c);
-    if (AHEAD) in.get(from);
+    if (AHEAD) in.get(from, 0), in.get(from, 1);
     rows.fetch(old, place(0));
   }
   put_slice(fn, slice, fragments);
-  if (threadIdx.x == 0) *ready = 0;
+  if (threadIdx.x < 4) ready[threadIdx.x] = 0;
   __syncthreads();
 
   if (warp >= WARPS) {
     give_registers<64>();
-    if (warp > WARPS) return;
+    int some = warp - WARPS;
+    float* matrix = matrices + some * S * S;
     for (int round = 0; round < rounds; ++round) {
       int group = team + round * teams;
       long long first = group * (long long)GROUP, slot = (team * RING + round % RING) * (long long)HALVES;
       await(counters + group, SLICES * WARPS);
-#pragma unroll 1
-      for (int t = lane; t < GROUP; t += 32)
-        roots[round % 2][t] =
-            reciprocal_root(ordered_sum<8>(squares + slot * GROUP + t, GROUP), norm_eps);
+      int t = some * 16 + lane % 16;
+      float square = ordered_sum<8>(squares + slot * GROUP + t, GROUP);
+      if (lane < 16) roots[round % 2][t] = reciprocal_root(square, norm_eps);
       __threadfence_block();
       __syncwarp();
-      if (lane == 0) *ready = round + 1;
+      if (lane == 0) ready[some] = round + 1;
       const float* from = sums + slot * GROUP * SUMS;
-      for (int t = slice; t < GROUP && first + t < tokens; t += 4 * SLICES) {
-        int some = 0;
-        for (; some < 4 && t + some * SLICES < GROUP && first + t + some * SLICES < tokens; ++some) {
-          int at = t + some * SLICES;
-          float total = ordered_sum<8>(from + at * SUMS + lane, GROUP * SUMS);
-          mix_token(total, first + at, base, scale, pre, post, matrices + some * S * S, norm_eps, eps);
-        }
+      for (int t = slice + some * SLICES; t < GROUP && first + t < tokens; t += 4 * SLICES) {
+        float total = ordered_sum<8>(from + t * SUMS + lane, GROUP * SUMS);
+        mix_token(total, first + t, base, scale, pre, post, matrix, norm_eps, eps);
         __syncwarp();
-        if (lane < some)
-          scale_matrix(matrices + lane * S * S, comb + (first + t + lane * SLICES) * S * S, iterations,
-                       eps);
+        if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
         __syncwarp();
       }
-      leave(counters + group, counters + groups + group, SLICES);
+      leave(counters + group, counters + groups + group, 4 * SLICES);
     }
     return;
   }
 
   take_registers<224>();
+  unsigned zero = __float_as_uint(eps) >> 31;
   const uint4* own = fragments + part * UNITS * S * TILES * PARTS * 32 + lane;
   uint4* left = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
   constexpr long long NEXT = WARPS * UNITS * 2 * 32;  // from round to round
@@ -583,22 +584,24 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       Sums total = {};
 #pragma unroll 1
       for (int u = 0; u < UNITS; ++u) {
-        Inputs coming;
-        if (!AHEAD) in.get(from);
+        if (!AHEAD) in.get(from, 0), in.get(from, 1);
         from.step();
-        if (u + 1 == UNITS && round + 1 < rounds) from.begin(streams, y, place(round + 1), c);
-        if (AHEAD && (u + 1 < UNITS || round + 1 < rounds)) coming.get(from);
-        unsigned raw[2][4];
-        unit(in, rows, to, raw, total, [&](int k, int j, uint4(&parts)[PARTS]) {
+        bool more = u + 1 < UNITS || round + 1 < rounds;
+        if (u + 1 == UNITS && more) from.begin(streams, y, place(round + 1), c);
+        auto weights = [&](int k, int j, uint4(&parts)[PARTS]) {
 #pragma unroll
           for (int s = 0; s < PARTS; ++s) parts[s] = own[(((u * S + k) * TILES + j) * PARTS + s) * 32];
-        });
+        };
+        auto next = [&](int r) {  // a row's registers take the next unit's numbers at once
+          if (AHEAD && more) in.get(from, r);
+        };
+        unsigned raw[2][4];
+        unit(in, rows, to, raw, total, zero, weights, next);
         to.step();
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           left[round % 2 * NEXT + (u * 2 + r) * 32] =
               make_uint4(raw[r][0], raw[r][1], raw[r][2], raw[r][3]);
-        if (AHEAD) in = coming;
       }
       long long slot = ((team * RING + round % RING) * (long long)HALVES + slice * 2 + part) * GROUP;
       put_sums(total, sums + (slot + tile * 16) * SUMS, squares + slot + tile * 16);
@@ -606,7 +609,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       if (round + 1 < rounds) rows.fetch(old, place(round + 1));
     }
     if (round > 0) {
-      while (*ready < round) __nanosleep(20);
+      while (ready[tile] < round) __nanosleep(20);
       __syncwarp();
       __threadfence_block();
       float root[2];
