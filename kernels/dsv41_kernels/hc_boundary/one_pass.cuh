@@ -210,14 +210,16 @@ __device__ __forceinline__ void split(const float4 (&eight)[2], uint4 (&parts)[P
 // One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
 // weights(k, j, parts) gives the lane's share of stream k and tile j; done(r) is called when the
 // inputs of row r are not needed any more. zero is a 0 that the compiler does not know.
+// With `half_full` the second eight rows do not exist.
 template <class Weights, class Done>
 __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Writes& to,
                                      unsigned (&raw)[2][4], Sums& sums, unsigned zero,
-                                     const Weights& weights, const Done& done) {
+                                     const Weights& weights, const Done& done, bool half_full) {
   // row by row, so that only one row's inputs are unpacked at a time
-  unsigned operand[S][2][4];
+  unsigned operand[S][2][4] = {};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
+    if (r == 1 && half_full) break;
     float x[8] = {}, square = 0.f, collapsed = 0.f;
 #pragma unroll
     for (int k = 0; k < S; ++k) {
@@ -424,7 +426,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   long long first = tile * 16ll;
   Place p(first, tokens);
   int c = (half * UNITS + warp) * 32 + lane % 4 * 8;
-  unsigned raw[2][4];
+  unsigned raw[2][4] = {};
   if (warp < UNITS) {
     // everything that the unit needs is asked for at once
     Reads from;
@@ -432,7 +434,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     Rows rows = {copies + warp * S * 16 * 8};
     float4 eight[S][TILES][2];
     from.begin(streams, y, p, c);
-    in.get(from, 0), in.get(from, 1);
+    in.get(from, 0);
+    if (first + 8 < tokens) in.get(from, 1);
     rows.fetch({pre_in, post_in, comb_in}, p);
 #pragma unroll
     for (int k = 0; k < S; ++k)
@@ -441,7 +444,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     rows.wait();
     Sums own = {};
     unit(in, rows, Writes(out, p, c), raw, own, __float_as_uint(eps) >> 31,
-         [&](int k, int j, uint4(&parts)[PARTS]) { split(eight[k][j], parts); }, [](int) {});
+         [&](int k, int j, uint4(&parts)[PARTS]) { split(eight[k][j], parts); }, [](int) {},
+         first + 8 >= tokens);
     put_sums(own, &tables[warp][0][0], collapsed[warp]);
   }
   __syncthreads();
@@ -457,8 +461,12 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     for (int u = 0; u < UNITS; ++u) total += collapsed[u][threadIdx.x];
     slot_squares[half * 16 + threadIdx.x] = total;
   }
-  arrive(counters + tile);
-  await(counters + tile, HALVES * (UNITS + 1));
+  __syncthreads();
+  if (warp == 0) {
+    arrive(counters + tile);
+    await(counters + tile, HALVES);
+  }
+  __syncthreads();
   if (warp == UNITS) {
     for (int t = half; t < 16 && first + t < tokens; t += HALVES) {
       float total = ordered_sum<32>(slot + t * SUMS + lane, 16 * SUMS);
@@ -474,7 +482,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       root[r] = reciprocal_root(ordered_sum<32>(slot_squares + lane / 4 + 8 * r, 16), norm_eps);
     put_unit(raw, root, p, c, norm, x);
   }
-  leave(counters + tile, counters + tiles + tile, HALVES * (UNITS + 1));
+  if (warp == 0) leave(counters + tile, counters + tiles + tile, HALVES);
 }
 
 // A group of four warps gives registers back, or takes more: both are counts a thread.
@@ -596,7 +604,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
           if (AHEAD && more) in.get(from, r);
         };
         unsigned raw[2][4];
-        unit(in, rows, to, raw, total, zero, weights, next);
+        unit(in, rows, to, raw, total, zero, weights, next, false);
         to.step();
 #pragma unroll
         for (int r = 0; r < 2; ++r)
