@@ -1,12 +1,13 @@
 """python -m dsv41: one command per question that a user asks.
 
-    demo      does it run here, and does it agree with the reference?
+    demo      does it run here, and what does it write?
     inspect   what is in this checkpoint?
     verify    which tensor of another run departs from ours first?
     generate  what does the model write?
     ledger    how many parameters, bytes and FLOPs, for every model of the family?
     data      where does the training text come from?
     train     can it learn?
+    worth     what is each part of a trained model worth?
     bench     how fast is the plain text on this machine?
     kernels   which operations have CUDA kernels, and are they right and fast here?
 
@@ -15,14 +16,12 @@ A user's mistake ends with one line on stderr and exit code 2.
 
 import argparse
 import sys
-import time
 from contextlib import nullcontext
 from pathlib import Path
 
-import numpy as np
-
 STRATEGIES = ("bounded", "zero", "periodic", "full")
-GOLDEN = Path(__file__).resolve().parent.parent / "tests" / "golden" / "v41_tiny_a"
+ROOT = Path(__file__).resolve().parent.parent
+MINI = ROOT / "data" / "mini"
 
 
 def main(argv=None):
@@ -49,8 +48,8 @@ def _parser():
         command.set_defaults(run=run)
         return command
 
-    demo = add("demo", _demo, "run a checkpoint and compare it with its reference arrays")
-    demo.add_argument("dir", nargs="?", type=Path, default=GOLDEN, help="default: tests/golden")
+    demo = add("demo", _demo, "what a checkpoint does: text, recall, drafts, replay, agreement")
+    demo.add_argument("dir", nargs="?", type=Path, default=MINI, help="default: data/mini")
 
     inspect = add("inspect", _inspect, "layer plan and tensor inventory; reads headers only")
     inspect.add_argument("dir", type=Path, help="checkpoint directory")
@@ -120,57 +119,29 @@ def _parser():
     bench = add("bench", _bench, "tokens per second and peak memory of two random models")
     bench.add_argument("--prompt", type=int, default=1024, help="prompt tokens (default 1024)")
     bench.add_argument("--steps", type=int, default=32, help="decode steps (default 32)")
+    bench.add_argument("--train", action="store_true", help="training steps of the miniature")
+    bench.add_argument("--device", choices=("cpu", "cuda"), default="cpu", help="with --train")
+
+    worth = add("worth", _worth, "what each part of a trained model is worth on held-out text")
+    worth.add_argument("dir", nargs="?", type=Path, default=MINI, help="default: data/mini")
+    worth.add_argument("--text", type=Path, default=MINI.parent / "corpus" / "heldout.txt")
+    worth.add_argument("--bytes", type=int, help="stop after so many bytes of text")
+    worth.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers there")
 
     add("kernels", _kernels, "which CUDA kernels there are; on a GPU each is checked and timed")
     return parser
 
 
 def _demo(arguments):
-    from . import FLOAT32, OFFICIAL, load
-    from .plan import format_plan
+    from .demo import demo
 
-    if not arguments.dir.exists():
-        raise ValueError(f"dir: no checkpoint at {arguments.dir}")
-    started = time.perf_counter()
-    model = load(arguments.dir)
-    print(f"{arguments.dir.name}: loaded in {time.perf_counter() - started:.2f} s\n")
-    print(format_plan(model.config.plan) + "\n")
-    _print_cache(model, OFFICIAL)
-    modes = (("prompt_fp32", FLOAT32), ("prompt_bf16q", OFFICIAL))
-    paths = [(arguments.dir / f"{stem}.npz", numerics) for stem, numerics in modes]
-    agreed = [_print_agreement(model, *pair) for pair in paths if pair[0].exists()]
-    if not agreed:
-        logits = model.logits(range(min(8, model.config.vocab_size)))
-        print(
-            f"no reference arrays here; logits of 8 tokens are finite: {np.isfinite(logits).all()}"
-        )
-    return 0 if all(agreed) else 1
+    return 0 if demo(arguments.dir) else 1
 
 
-def _print_agreement(model, path, numerics):
-    from .verify import compare_whole, load_arrays, prompt_ids
+def _worth(arguments):
+    from .worth import main_worth
 
-    arrays = load_arrays(path)
-    started = time.perf_counter()
-    found = compare_whole(model, arrays, numerics)
-    seconds = time.perf_counter() - started
-    within = [d for d in found if d.within]
-    print(
-        f"{numerics.name:<9} {len(prompt_ids(arrays))} tokens in {seconds:.2f} s: "
-        f"{len(within)} of {len(found)} tensors agree with the reference, "
-        f"logits within {found[-1].distance:.2g}"
-    )
-    return len(within) == len(found)
-
-
-def _print_cache(model, numerics):
-    cache = model.new_cache(numerics)
-    model.open(cache)
-    cache.reserve(0, 1)
-    print(
-        f"cache under {numerics.name}: {cache.bytes_per_token():,.2f} bytes per token of context, "
-        f"{cache.bytes_per_request():,} bytes per request\n"
-    )
+    main_worth(arguments)
 
 
 def _inspect(arguments):
@@ -320,6 +291,12 @@ def _ledger(arguments):
 
 
 def _bench(arguments):
+    if arguments.train:
+        from .train.bench import report as training
+
+        for line in training(arguments.device):
+            print(line, flush=True)
+        return
     from .bench import context_report, report
 
     for line in report(arguments.prompt, arguments.steps):

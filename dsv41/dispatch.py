@@ -17,7 +17,7 @@ import importlib
 import importlib.util
 import os
 import sys
-from contextlib import contextmanager
+from contextlib import contextmanager, nullcontext
 from contextvars import ContextVar
 
 import numpy as np
@@ -26,6 +26,7 @@ BACKENDS = ("numpy", "cupy", "numba")
 OPS = {}  # name -> definition, every @op of the package
 
 _forced = ContextVar("dsv41_backend", default=None)
+_replaced = ContextVar("dsv41_replaced", default={})  # noqa: B039, never written to
 
 
 def op(definition):
@@ -35,6 +36,8 @@ def op(definition):
 
     @functools.wraps(definition)
     def call(*args, **kwargs):
+        if name in _replaced.get():
+            return _replaced.get()[name](*args, **kwargs)
         kernel = find_kernel(name, choose_backend((*args, *kwargs.values())))
         return (kernel or definition)(*args, **kwargs)
 
@@ -89,6 +92,20 @@ def use(backend):
         _forced.reset(token)
 
 
+@contextmanager
+def replaced(**functions):
+    """Inside a with block, ops of these names are these functions: an experiment, for whoever wants
+    to see what the model is without one of its parts. `op.definition` is still the definition.
+    """
+    if unknown := set(functions) - set(OPS):
+        raise ValueError(f"{min(unknown)}: no such op; there are {', '.join(sorted(OPS))}")
+    token = _replaced.set({**_replaced.get(), **functions})
+    try:
+        yield
+    finally:
+        _replaced.reset(token)
+
+
 @functools.cache
 def find_kernel(name, backend):
     """The kernel for op `name`, or None where `dsv41_kernels` has none for this backend."""
@@ -99,6 +116,17 @@ def find_kernel(name, backend):
     if importlib.util.find_spec(package) is None or importlib.util.find_spec(module) is None:
         return None
     return getattr(importlib.import_module(module), name)
+
+
+def errors_at_end():
+    """A context for one step of a model: bad values that kernels meet are raised when it ends.
+
+    Each look at what a kernel reports waits for the GPU, so a step looks once. On a CPU the
+    definitions raise where they are.
+    """
+    if "cupy" not in sys.modules or importlib.util.find_spec("dsv41_kernels") is None:
+        return nullcontext()
+    return importlib.import_module("dsv41_kernels.errors").deferred_errors()
 
 
 def _checked(backend):

@@ -20,7 +20,7 @@ from .cache import Cache
 from .call import Call
 from .ced import run_layers
 from .checkpoint import Checkpoint, load_params
-from .dispatch import beside
+from .dispatch import beside, errors_at_end
 from .engram import BARRIER, hash_rows, look_back, multipliers, table_primes
 from .mhc import hc_collapse, initial_streams
 from .ops import matmul_rows, rmsnorm, rows
@@ -190,7 +190,8 @@ class Model:
             memory = engram_rows(self.config, self.classes, batch, cache)
             watch = {"trace": trace, "features": features}
             call = Call(batch, cache, self.config, cache.numerics, memory, **watch)
-            logits = forward(self.params, call, embedding, in_decoder, _tail_rows(batch, tails))
+            with errors_at_end():
+                logits = forward(self.params, call, embedding, in_decoder, _tail_rows(batch, tails))
         except BaseException:
             cache.broken.update(slots)  # rings and carries have moved on, lengths have not
             raise

@@ -25,6 +25,16 @@ def rmsnorm(x, weight, eps, numerics):
     return numerics.store(x * (1 / np.sqrt(mean_square(x) + np.float32(eps))) * weight)
 
 
+@op
+def rmsnorm_fp8(x, weight, eps, numerics):
+    """x (..., C) f32 or bf16, weight (C,) f32 -> the normalised rows as an FP8 linear reads them.
+
+    Records (..., C + C/32) uint8 of `numerics.activation` (MXFP8 under OFFICIAL). A kernel may sum
+    the squares in another order: then single values differ by a step of their bf16 rounding.
+    """
+    return numerics.activation.encode(rmsnorm(f32(x), weight, eps, numerics))
+
+
 def mean_square(x):
     """x (..., C) f32 -> (..., 1) f32: the mean of x^2 over the last axis."""
     return (x * x).sum(axis=-1, keepdims=True) / np.float32(x.shape[-1])

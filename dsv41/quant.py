@@ -68,16 +68,11 @@ class BlockFormat:
 
     def encode(self, x):
         """x (..., C) f32 -> records (..., record_bytes(C)) uint8: all codes, then all scales."""
-        codes, scales = self.quantize(x)
-        packed = pack_nibbles(codes) if self.element.bits == 4 else codes
-        return np.concatenate([packed, scales], axis=-1)
+        return (fp4_pack if self.element.bits == 4 else fp8_pack)(x, self)
 
     def decode(self, records, channels):
         """records (..., record_bytes(channels)) uint8 -> (..., channels) f32."""
-        split = channels * self.element.bits // 8
-        codes, scales = records[..., :split], records[..., split:]
-        codes = unpack_nibbles(codes) if self.element.bits == 4 else codes
-        return self.dequantize(codes, scales)
+        return (fp4_unpack if self.element.bits == 4 else fp8_unpack)(records, channels, self)
 
     def record_bytes(self, channels):
         """Bytes of one stored vector, for example 512 -> 288 (main KV) or 528 (window KV)."""
@@ -87,11 +82,15 @@ class BlockFormat:
         """Zeroed storage for records, shape + (record_bytes(channels),) uint8."""
         return np.zeros((*shape, self.record_bytes(channels)), np.uint8, like=like)
 
-    def _grouped(self, x):
-        if x.shape[-1] % self.group:
+    def require_groups(self, shape):
+        """ValueError unless the last axis of an array of this shape is whole groups."""
+        if shape[-1] % self.group:
             raise ValueError(
-                f"{self.name}: last axis must be a multiple of {self.group}, got shape {x.shape}"
+                f"{self.name}: last axis must be a multiple of {self.group}, got shape {shape}"
             )
+
+    def _grouped(self, x):
+        self.require_groups(x.shape)
         return x.reshape((*x.shape[:-1], x.shape[-1] // self.group, self.group))
 
     def _scaled(self, x):
@@ -140,6 +139,43 @@ class Plain:
 
     def new_records(self, shape, channels, like=None):
         return np.zeros((*shape, channels), np.float32, like=like)
+
+
+# ---- records --------------------------------------------------------------------------------
+
+
+@op
+def fp4_pack(x, fmt):
+    """x (..., C) f32 or bf16 -> records (..., C/2 + C/group) uint8 in the FP4 format `fmt`.
+
+    Two codes a byte, the even channel in the low nibble, then one scale byte per group. ValueError
+    on NaN or inf, naming the first position.
+    """
+    codes, scales = fmt.quantize(x)
+    return np.concatenate([pack_nibbles(codes), scales], axis=-1)
+
+
+@op
+def fp4_unpack(records, channels, fmt, dtype=np.float32):
+    """records (..., C/2 + C/group) uint8 -> (..., C) f32 or bf16, exact."""
+    codes, scales = records[..., : channels // 2], records[..., channels // 2 :]
+    return fmt.dequantize(unpack_nibbles(codes), scales).astype(dtype, copy=False)
+
+
+@op
+def fp8_pack(x, fmt):
+    """x (..., C) f32 or bf16 -> records (..., C + C/group) uint8 in the FP8 format `fmt`.
+
+    One code a byte, then one scale byte per group. ValueError on NaN or inf, naming the position.
+    """
+    return np.concatenate(fmt.quantize(x), axis=-1)
+
+
+@op
+def fp8_unpack(records, channels, fmt, dtype=np.float32):
+    """records (..., C + C/group) uint8 -> (..., C) f32, exact, or rounded to bf16."""
+    values = fmt.dequantize(records[..., :channels], records[..., channels:])
+    return values.astype(dtype, copy=False)
 
 
 def _require_finite(amax, grouped, name):

@@ -14,7 +14,7 @@ def run(capsys, *arguments):
 
 
 def test_demo_prints_plan_cache_and_agreement(capsys):
-    code, out, _ = run(capsys, "demo")
+    code, out, _ = run(capsys, "demo", GOLDEN)
     assert code == 0
     assert "reindex" in out and "106.00 bytes per token" in out
     assert "153 of 153 tensors agree" in out and "123 of 123 tensors agree" in out

@@ -1,6 +1,7 @@
 """CUDA kernels: every source compiles for Hopper without spills, and equals its definition."""
 
 import importlib
+import json
 import re
 import shutil
 import subprocess
@@ -11,11 +12,11 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from dsv41_kernels import bench, errors, launch, nvrtc, overview, timing
+from dsv41_kernels import bench, errors, launch, nvrtc, overview, readme, timing
 from dsv41_kernels.arguments import cuda_array
 from fake_cuda import on_device
 
-from dsv41.dispatch import OPS, find_kernel
+from dsv41.dispatch import OPS, errors_at_end, find_kernel
 from dsv41.mhc import sinkhorn
 from dsv41.train.mhc import sinkhorn_backward
 from dsv41.train.ops import segment_sums
@@ -123,6 +124,16 @@ def test_deferred_errors_are_raised_once_at_the_end(fake_cuda):
                 reached.append(name)
     assert reached == ["first", "second", "third"]
     with errors.deferred_errors(), errors.bad_values(lambda p, k: "stale", x):
+        pass
+
+
+def test_an_error_inside_a_step_clears_what_kernels_reported(fake_cuda):
+    x = on_device(np.zeros(1))
+    with pytest.raises(KeyError):
+        with errors_at_end(), errors.bad_values(lambda p, k: "hidden", x) as word:
+            word[0] = 1
+            raise KeyError
+    with errors_at_end(), errors.bad_values(lambda p, k: "stale", x):
         pass
 
 
@@ -254,3 +265,39 @@ def test_kernel_modules_import_without_a_gpu_library_only_when_asked():
     """The package itself imports anywhere; only an op's module needs CuPy."""
     assert importlib.import_module("dsv41_kernels").__doc__
     assert importlib.import_module("dsv41_kernels.launch").grid(257) == (2,)
+
+
+RECORD = {
+    "op": "sinkhorn",
+    "version": "v1",
+    "shape": "T=8",
+    "bytes": 4096,
+    "floor_us": 1.0,
+    "cold_us": {"median": 4.0, "p10": 3.5, "p90": 5.25},
+    "hot_us": {"median": 2.0, "p10": 2.0, "p90": 2.0},
+    "share": 0.25,
+    "target_us": None,
+    "device": "Some GPU",
+    "copy_gbps": 4000.0,
+    "date": "2026-01-02",
+    "command": "python -m dsv41_kernels.bench sinkhorn",
+}
+
+
+def test_the_readme_shows_the_results_and_nothing_else():
+    text = readme.README.read_text(encoding="utf-8")
+    assert readme.render(text, readme.load()) == text, "run python -m dsv41_kernels.readme"
+
+
+def test_a_row_of_the_readme_names_the_fastest_version(tmp_path):
+    faster = RECORD | {"version": "v2", "cold_us": {"median": 2.0, "p10": 1.5, "p90": 1234.5}}
+    peer = RECORD | {"version": "torch", "cold_us": {"median": 0.5, "p10": 0.5, "p90": 0.5}}
+    older = faster | {"date": "2026-01-01", "cold_us": {"median": 0.1, "p10": 0.1, "p90": 0.1}}
+    (tmp_path / "a.json").write_text(json.dumps([RECORD, faster, peer]))
+    (tmp_path / "b.json").write_text(json.dumps([older]))
+    made = readme.render(f"top {readme.BEGIN}stale{readme.END} tail", readme.load(tmp_path))
+    assert made.startswith("top ") and made.endswith(" tail") and "stale" not in made
+    assert "### Some GPU, 2026-01-02" in made
+    assert "| `sinkhorn` | `dsv41.mhc` | v1 4.0, v2 2.0 | T=8 | 4,096 | 1.0 |" in made
+    assert "| v2: 2.0 (1.5–1,234) / 2.0 | 25.0% |  |  | 0.5 |  |" in made
+    assert "`fp4_pack`" in made.split("Not measured yet")[1]

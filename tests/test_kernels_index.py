@@ -8,7 +8,7 @@ from fake_cuda import fake_cuda, on_device  # noqa: F401 (a fixture)
 
 from dsv41.cache import paged_rows
 from dsv41.indexer import candidate_blocks, index_scores, index_topk, pool_entries, pool_topk
-from dsv41.quant import FLOAT32, OFFICIAL
+from dsv41.quant import FLOAT32, INDEX_FP4, OFFICIAL
 from dsv41.selection import Entries, choose_anywhere, choose_in_pool
 from dsv41.train.indexer import selection_backward
 
@@ -111,6 +111,79 @@ def test_scores(cupy, numerics, heads, channels, count):
         assert_scores(want, got, numerics.bf16)
 
 
+FOUR_BIT = FLOAT32.but(index=INDEX_FP4)  # MXFP4 keys, float32 arithmetic
+
+
+def spread_keys(count, spread, numerics, seed=5):
+    """Records whose groups of 32 differ in scale by up to 2^(2 spread)."""
+    rng = np.random.default_rng(seed)
+    scale = np.exp2(rng.integers(-spread, spread + 1, (count, 4))).repeat(32, axis=1)
+    return numerics.index.encode(np.float32(normal(count, 128, seed=seed) * scale))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics", [OFFICIAL, FOUR_BIT], ids=["official", "four bits"])
+@pytest.mark.parametrize("version", ["scores_v1", "scores_v2", "scores_v3", "scores_v4"])
+@pytest.mark.parametrize("tokens, count", [(1, 1), (1, 33), (3, 4096), (17, 255), (70, 1000)])
+@pytest.mark.parametrize("spread", [0, 6])
+def test_every_version_of_the_scores(cupy, numerics, version, tokens, count, spread):
+    from dsv41_kernels.index_scores import cupy_op
+
+    q, w = queries(tokens, 32, 128, numerics)
+    records = spread_keys(count, spread, numerics)
+    known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": int(numerics.bf16)}
+    run = getattr(cupy_op, version)
+    got = run(known, *map(cupy.asarray, (q, w, records))).get()
+    assert_scores(index_scores.definition(q, w, records, numerics), got, numerics.bf16)
+    for _ in range(3):
+        assert np.array_equal(run(known, *map(cupy.asarray, (q, w, records))).get(), got)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("tokens", [1, 20])
+def test_a_query_that_four_bits_do_not_hold_is_scored_all_the_same(cupy, tokens):
+    q, w = queries(tokens, 32, 128, OFFICIAL)
+    q[0, 5, 7] = 1.2345
+    q[-1, 3] = 0
+    records = keys(300, 128, OFFICIAL)
+    (want,), (got,) = on_both(cupy, index_scores, q, w, records, OFFICIAL)
+    assert_scores(want, got, True)
+
+
+@pytest.mark.gpu
+def test_a_score_does_not_know_its_neighbours(cupy):
+    """Row 0 alone is row 0 of a batch, keys alone are keys among others, to the bit."""
+    q, w = queries(9, 32, 128, OFFICIAL)
+    records = keys(2000, 128, OFFICIAL)
+    q, w, records = map(cupy.asarray, (q, w, records))
+    together = index_scores(q, w, records, OFFICIAL)
+    alone = index_scores(q[:1], w[:1], records[:32], OFFICIAL)
+    assert np.array_equal(together[:1, :32].get(), alone.get())
+    many = index_scores(cupy.concatenate([q, q]), cupy.concatenate([w, w]), records, OFFICIAL)
+    assert np.array_equal(many[:9].get(), together.get())  # prefill's kernel, too
+
+
+LONG_ROWS = ["normal", "ties", "equal", "nearly nothing", "bf16", "ascending", "descending"]
+
+
+def long_rows(count):
+    rng, rows = np.random.default_rng(count), normal(len(LONG_ROWS), count, seed=count)
+    rows[1], rows[2] = rng.integers(-2, 3, count), 1
+    rows[3, : count - 40] = -np.inf
+    rows[4] = np.round(rows[4] * 64) / 64
+    rows[5], rows[6] = np.sort(rows[5]), -np.sort(rows[6])
+    return rows, np.array([count, count, count, count, count - 3, count // 2, count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count, k", [(51_201, 512), (70_001, 1), (1 << 20, 512), (262_144, 2048)])
+def test_topk_of_long_rows(cupy, count, k):
+    scores, visible = long_rows(count)
+    assert_equal(cupy, index_topk, scores, visible, k)
+    assert_equal(cupy, candidate_blocks, scores, visible, 8, k)
+    assert_equal(cupy, candidate_blocks, scores[:, 1:].copy(), visible - 1, 8, k)
+
+
 @pytest.mark.gpu
 @pytest.mark.parametrize("count", [0, 1, 63, 64, 65, 511, 512, 513, 8191, 16384])
 def test_topk_with_ties_and_infinities(cupy, count):
@@ -153,6 +226,47 @@ def test_a_ragged_batch(cupy, numerics, ratio, lengths, starts):
     request = entries.order[:, None]
     assert_equal(cupy, paged_rows, chosen, entries.pages, request, entries.per_page)
     assert_equal(cupy, paged_rows, chosen[0], entries.pages, 0, entries.per_page)
+
+
+def assert_alike(want, got, share=0.01):
+    """The same choices, but for entries whose scores lay on a tie of bf16."""
+    for ours, theirs in zip(want, got, strict=True):
+        both = np.mean([np.mean(np.isin(b, a)) for a, b in zip(ours, theirs, strict=True)])
+        assert both >= 1 - share, both
+        ordered = np.where(theirs < 0, np.iinfo(np.int64).max, theirs)
+        assert (np.diff(ordered, axis=1) >= 0).all()
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("ratio", [1, 2])
+@pytest.mark.parametrize("lengths, starts", [*RAGGED, ([1, 2, 1], [70_000, 130, 4000])])
+def test_a_ragged_batch_at_the_released_sizes(cupy, ratio, lengths, starts):
+    q, w, entries = ragged(lengths, starts, ratio, OFFICIAL, 32, 128, page_tokens=64)
+    want, got = on_both(cupy, choose_anywhere, q, w, entries, 64, (8, 32), OFFICIAL)
+    assert_alike(want[0], got[0])
+    assert_alike(want[1], got[1])
+    arguments = q, w, entries, want[1], 8, 64, OFFICIAL
+    (want,), (got,) = on_both(cupy, choose_in_pool, *arguments)
+    assert_alike(want, got)
+
+
+@pytest.mark.gpu
+def test_records_beyond_two_gigabytes(cupy):
+    """The pages of the request lie behind 2^31 bytes of others."""
+    q, w, entries = ragged([2], [500], 1, OFFICIAL, 32, 128, page_tokens=64)
+    first = -(-(1 << 31) // (68 * 64)) + 5  # pages in front
+    records = cupy.zeros((64 * first + len(entries.keys), 68), np.uint8)
+    records[64 * first :] = cupy.asarray(entries.keys)
+    near = [moved(a, cupy.asarray) for a in (q, w, entries)]
+    far = replace(near[2], keys=records, pages=near[2].pages + first)
+    for pool in (None, (8, 32)):
+        want = choose_anywhere(*near, 64, pool, OFFICIAL)
+        got = choose_anywhere(*near[:2], far, 64, pool, OFFICIAL)
+        for ours, theirs in zip(want, got, strict=True):
+            assert ours is theirs or np.array_equal(ours.get(), theirs.get())
+    arguments = got[1], 8, 64, OFFICIAL
+    inside = [choose_in_pool(*near[:2], some, *arguments).get() for some in (near[2], far)]
+    assert np.array_equal(*inside)
 
 
 @pytest.mark.gpu
@@ -228,6 +342,27 @@ def test_every_wrapper_launches_and_says_what_shape_comes_back(fake_cuda):  # no
         + ["choose_in_pool", "paged_rows", "index_scores"]
         + ["index_topk", "candidate_blocks", "pool_topk"]
     )
+
+
+def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa: F811
+    q, w, entries = on_fake(*ragged([1, 1], [200, 90], 1, OFFICIAL, 32, 128, page_tokens=64))
+    chosen, blocks = choose_anywhere(q, w, entries, 6, (8, 5), OFFICIAL)
+    assert chosen.shape == (2, 6) and blocks.shape == (2, 5)
+    assert choose_in_pool(q, w, entries, blocks, 8, 6, OFFICIAL).shape == (2, 6)
+    assert index_scores(q, w, entries.keys, OFFICIAL).shape == (2, len(entries.keys))
+    many = [on_device(np.concatenate([np.asarray(a)] * 8)) for a in (q, w)]
+    assert index_scores(*many, entries.keys, OFFICIAL).shape == (16, len(entries.keys))
+    long = on_device(np.zeros((1, 1 << 18), np.float32))
+    seen = on_device(np.array([1 << 18]))
+    assert index_topk(long, seen, 7).shape == (1, 7)
+    assert candidate_blocks(long, seen, 8, 9).shape == (1, 9)
+    assert [name for _, name, *_ in fake_cuda] == [
+        *("scores_v3", "blocks_v1", "topk_v1"),
+        *("scores_v3", "settle_v2"),
+        *("scores_v4", "encode_v3", "scores_v3", "repair_v1"),
+        *("guess_v2", "filter_v2", "settle_v2"),
+        *("maxima_v2", "guess_v2", "filter_v2", "settle_v2"),
+    ]
 
 
 def test_bad_arrays_are_refused_by_name(fake_cuda):  # noqa: F811

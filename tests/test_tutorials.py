@@ -288,3 +288,9 @@ def test_relative_links_lead_to_files(path):
 def test_readme_lists_the_chapters_that_exist():
     listed = re.findall(r"\((\d\d_\w+)\.ipynb\)", (TUTORIALS / "README.md").read_text("utf-8"))
     assert listed == [path.stem for path in CHAPTERS]
+
+
+def test_readme_shows_the_first_figure_of_the_map():
+    page_text = (TUTORIALS / "00_the_map.ipynb").read_text("utf-8")
+    assert build.README_FIGURE.read_bytes() == build.first_figure(build.loads(page_text))
+    assert f"]({build.README_FIGURE.name})" in (TUTORIALS / "README.md").read_text("utf-8")

@@ -17,6 +17,7 @@ ignores images and the versions line, and lets printed decimals differ by one in
 
 import argparse
 import ast
+import base64
 import contextlib
 import io
 import json
@@ -34,6 +35,7 @@ if str(HERE) not in sys.path:
 from lib import page  # noqa: E402
 
 SECONDS, CELLS, BYTES = 90, 40, 300_000
+README_FIGURE = HERE / "the_map.png"  # the first figure of chapter 00, for the README
 AT_LEAST = {"asserts": 8, "breaks": 1, "plots": 1, "exercises": 2}
 
 
@@ -367,9 +369,18 @@ def build(path, check):
         complaints += differences(loads(target.read_text(encoding="utf-8")), fresh)
     elif not complaints:
         target.write_text(text, encoding="utf-8")
+        if path.stem == f"00_{README_FIGURE.stem}":
+            README_FIGURE.write_bytes(first_figure(fresh))
     counts = ", ".join(f"{n} {key}" for key, n in count(read(path)).items())
     print(f"{path.stem}: {counts}; {seconds:.1f} s, {len(text) / 1000:.0f} kB")
     return complaints
+
+
+def first_figure(page_dict):
+    """The PNG of a page's first figure, as bytes."""
+    outputs = [o for cell in page_dict["cells"] for o in cell.get("outputs", [])]
+    shown = [o["data"]["image/png"] for o in outputs if "image/png" in o.get("data", {})]
+    return base64.b64decode(shown[0])
 
 
 def refresh_text(path):

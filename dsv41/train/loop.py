@@ -21,7 +21,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..dispatch import beside, to_host
+from ..dispatch import beside, errors_at_end, to_host
 from ..init import random_params
 from ..quant import FLOAT32, OFFICIAL, WEIGHT_FP8
 from ..tensors import flatten, nest
@@ -119,7 +119,8 @@ class Trainer:
         documents = self._documents(step)
         clock.append(time.perf_counter())
         learn = self._loss_and_grads if step < self.run.steps else self._draft_loss_and_grads
-        grads, info = learn(documents, step)
+        with errors_at_end():
+            grads, info = learn(documents, step)
         norm = clip(grads, self.run.clip, step)  # reads all gradients, so a GPU has finished them
         clock.append(time.perf_counter())
         rate = self.run.rate(step)

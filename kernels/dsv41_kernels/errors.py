@@ -40,10 +40,17 @@ class Words:
     def check(self):
         """Wait, clear the words, and raise the first call's error if there is one."""
         pending, self.pending = self.pending, []
+        if not pending:
+            return
         found = self.words[: len(pending)].get()
         self.words[: len(pending)] = 0
         for word, describe in zip(found, pending, strict=True):
             raise_from(word, describe)
+
+    def forget(self):
+        """Clear the words without looking: another error is on its way."""
+        self.words[: len(self.pending)] = 0
+        self.pending = []
 
 
 def raise_from(word, describe):
@@ -70,13 +77,19 @@ def bad_values(describe, like):
 @contextmanager
 def deferred_errors():
     """Errors of the kernels inside are raised at the end of the block, by one look at the GPU."""
+    outer = _deferred.get()
     token = _deferred.set(True)
     try:
         yield
+    except BaseException:
+        for pool in _pools.values():
+            pool.forget()
+        raise
     finally:
         _deferred.reset(token)
-    if not _deferred.get():
-        _pool().check()
+    if not outer:
+        for pool in _pools.values():
+            pool.check()
 
 
 def _pool():

@@ -43,3 +43,23 @@ def entry_arrays(entries, tokens):
     pages = cuda_array("pages", entries.pages, np.int64, ndim=2)
     order = cuda_array("order", entries.order, np.int64, shape=(tokens,))
     return pages, order, cuda_array("visible", entries.visible, np.int64, shape=(tokens,))
+
+
+# ---- score_mma.cuh ------------------------------------------------------------------------------
+
+RUN = 8  # records that must lie in a row
+WARPS, RING_BYTES = 8, 8 * 4 * 32 * 68  # of a block of threads: STAGES tiles for each warp
+BLOCKS = 264  # two on each of the 132 SMs of a Hopper
+
+
+def on_tensor_cores(known):
+    """True for the sizes of score_mma.cuh, those of the released model."""
+    return known["PACKED"] == 1 and (known["HEADS"], known["CHANNELS"]) == (32, 128)
+
+
+def keys_per_block(total):
+    """A multiple of what the warps of a block score at once, so that every SM has work. Keys do not
+    know their neighbours: the cut changes no score.
+    """
+    step = 32 * WARPS
+    return min(8192, max(step, step * -(-total // (step * BLOCKS))))

@@ -33,7 +33,7 @@ def source(op):
     folder, first = (HERE, op) if op.endswith(".cu") else (HERE / op, "kernel.cu")
 
     def splice(folder, name):
-        path = next((p for p in (folder / name, HERE / name) if p.exists()), None)
+        path = next((p.resolve() for p in (folder / name, HERE / name) if p.exists()), None)
         if path is None:
             raise FileNotFoundError(f'{op}: no file for #include "{name}"')
         if path in seen:
@@ -92,17 +92,40 @@ def launch(kernel, blocks, threads, arguments, shared=0):
         kernel(blocks, threads, arguments, shared_mem=shared)
 
 
-def numba_stream(like):
-    """The current CuPy stream for a Numba launch, so that both libraries keep one order.
-
-    0, Numba's default, for NumPy arrays: then Numba's simulator runs.
-    """
-    if not hasattr(like, "__cuda_array_interface__"):
-        return 0
+def processors():
+    """SMs of the current GPU."""
     import cupy
-    from numba import cuda
 
-    return cuda.external_stream(cupy.cuda.get_current_stream().ptr)
+    return cupy.cuda.Device().attributes["MultiProcessorCount"]
+
+
+def numba_launch(kernel, blocks, threads, arguments, shared=0):
+    """Launch a Numba kernel on CuPy's current stream, so that both libraries keep one order.
+
+    In Numba's simulator arrays are NumPy's, and views of one array stay views of it.
+    """
+    from numba import config, cuda
+
+    blocks, threads = _dimension(blocks), _dimension(threads)
+    if min(blocks) == 0:
+        return
+    if config.ENABLE_CUDASIM:
+        # trap: the simulator copies an array in and out, so of two views the last one would win
+        from numba.cuda.simulator.cudadrv.devicearray import FakeCUDAArray
+
+        arguments = [FakeCUDAArray(a) if _is_array(a) else a for a in arguments]
+        stream = 0
+    else:
+        import cupy
+
+        # one stream, so nothing to wait for; waiting would also end the recording of a graph
+        arguments = [cuda.as_cuda_array(a, sync=False) if _is_array(a) else a for a in arguments]
+        stream = cuda.external_stream(cupy.cuda.get_current_stream().ptr)
+    kernel[blocks, threads, stream, shared](*arguments)
+
+
+def _is_array(x):
+    return getattr(x, "ndim", 0) > 0
 
 
 def _dimension(size):

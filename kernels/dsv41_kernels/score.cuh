@@ -106,6 +106,21 @@ __device__ __forceinline__ float score(const float* q, const float* w, const uns
   return weigh_heads(dots, w);
 }
 
+// The same bits in few registers and much time, for a rare case inside another kernel's loop.
+__device__ __forceinline__ float score_slowly(const float* q, const float* w,
+                                              const unsigned char* record) {
+  float sum = 0.f;
+#pragma unroll 1
+  for (int a = 0; a < HEADS; ++a) {
+    float dot = 0.f;
+#pragma unroll 1
+    for (int c = 0; c < CHANNELS; ++c)
+      dot = __fmaf_rn(q[a * CHANNELS + c], decode_one(record, c), dot);
+    sum = __fadd_rn(sum, stored(__fmul_rn(fmaxf(stored(dot), 0.f), w[a])));
+  }
+  return stored(sum);
+}
+
 // q (HEADS, CHANNELS) and w (HEADS) of query t into shared memory, by all threads of the block
 __device__ __forceinline__ void load_query(const float* q, const float* w, long long t, float* to_q,
                                            float* to_w) {

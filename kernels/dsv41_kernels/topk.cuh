@@ -54,8 +54,9 @@ __device__ __forceinline__ void find_digit(const unsigned* counts, unsigned left
   found[0] = digit, found[1] = left - before, found[2] = counts[digit];
 }
 
-// all threads of a block; keys in shared or global memory
-__device__ __forceinline__ Threshold find_threshold(const unsigned* keys, int n, int k) {
+// all threads of a block; key(i) of i = 0 .. n - 1
+template <class Key>
+__device__ __forceinline__ Threshold find_threshold(Key key, int n, int k) {
   __shared__ unsigned counts[256], found[3];
   if (n <= k) return {0u, 0};
   unsigned prefix = 0, left = k;
@@ -63,8 +64,10 @@ __device__ __forceinline__ Threshold find_threshold(const unsigned* keys, int n,
     for (int i = threadIdx.x; i < 256; i += blockDim.x) counts[i] = 0;
     __syncthreads();
     unsigned settled = shift == 24 ? 0u : ~0u << (shift + 8);
-    for (int i = threadIdx.x; i < n; i += blockDim.x)
-      if ((keys[i] & settled) == prefix) atomicAdd(&counts[keys[i] >> shift & 255], 1u);
+    for (int i = threadIdx.x; i < n; i += blockDim.x) {
+      unsigned x = key(i);
+      if ((x & settled) == prefix) atomicAdd(&counts[x >> shift & 255], 1u);
+    }
     __syncthreads();
     find_digit(counts, left, found);
     __syncthreads();
@@ -77,31 +80,32 @@ __device__ __forceinline__ Threshold find_threshold(const unsigned* keys, int n,
 }
 
 // emit(rank, i) for every chosen key, rank ascending with i; returns how many there are
-template <class Emit>
-__device__ __forceinline__ int emit_chosen(const unsigned* keys, int n, Threshold t, Emit emit) {
+template <class Key, class Emit>
+__device__ __forceinline__ int emit_chosen(Key key, int n, Threshold t, Emit emit) {
   __shared__ unsigned total;
   int each = (n + blockDim.x - 1) / blockDim.x | 1;  // odd, so that 32 lanes meet 32 banks
   int begin = min(n, each * (int)threadIdx.x), end = min(n, begin + each);
   unsigned above = 0, equal = 0;
-  for (int i = begin; i < end; ++i) above += keys[i] > t.key, equal += keys[i] == t.key;
+  for (int i = begin; i < end; ++i) above += key(i) > t.key, equal += key(i) == t.key;
   unsigned ahead = above, level = equal;
   block_before(ahead, level);
   unsigned room = t.key ? t.room : 0;
   if (threadIdx.x == blockDim.x - 1) total = ahead + above + min(level + equal, room);
   for (int i = begin; i < end; ++i) {
-    if (keys[i] > t.key) emit(ahead++ + min(level, room), i);
-    if (keys[i] == t.key && level++ < room) emit(ahead + level - 1, i);
+    if (key(i) > t.key) emit(ahead++ + min(level, room), i);
+    if (key(i) == t.key && level++ < room) emit(ahead + level - 1, i);
   }
   __syncthreads();
   return total;
 }
 
-// out (k) int64: name(i) of the k best keys, ascending, padded with -1
+// out (k) int64: name(i) of the k best keys in shared memory, ascending, padded with -1
 template <class Name>
 __device__ __forceinline__ void write_best(const unsigned* keys, int n, int k, long long* out,
                                            Name name) {
-  Threshold t = find_threshold(keys, n, k);
-  int chosen = emit_chosen(keys, n, t, [&](unsigned rank, int i) { out[rank] = name(i); });
+  auto key = [&](int i) { return keys[i]; };
+  Threshold t = find_threshold(key, n, k);
+  int chosen = emit_chosen(key, n, t, [&](unsigned rank, int i) { out[rank] = name(i); });
   for (int i = chosen + threadIdx.x; i < k; i += blockDim.x) out[i] = -1;
   __syncthreads();
 }

@@ -5,21 +5,81 @@ import numpy as np
 
 from dsv41.selection import choose_anywhere as text
 
-from ..indexing import SHARED_BYTES, entry_arrays, key_array, macros, query_arrays
+from ..candidate_blocks.cupy_op import candidate_blocks
+from ..index_scores.cupy_op import PREFILL
+from ..index_topk.cupy_op import index_topk
+from ..indexing import (
+    RING_BYTES,
+    RUN,
+    SHARED_BYTES,
+    WARPS,
+    entry_arrays,
+    key_array,
+    keys_per_block,
+    macros,
+    on_tensor_cores,
+    query_arrays,
+)
 from ..launch import kernel, launch
+
+MOST_SCORES = 1 << 28  # that v2 keeps in memory at once, 1 GB
 
 
 def choose_anywhere(q, w, entries, k, pool, numerics, watch=None):
-    tokens, longest = len(q), int(entries.reach.max(initial=0))
-    size, budget = pool or (1, 0)
-    shared = 4 * (longest + (-(-longest // size) if budget else 0))
-    known = macros(q, numerics)
-    if watch is not None or known is None or shared > SHARED_BYTES:
+    known, longest = macros(q, numerics), int(entries.reach.max(initial=0))
+    fast = known is not None and on_tensor_cores(known) and entries.per_page % RUN == 0
+    # prefill goes request by request, since index_scores unpacks a key once for many queries
+    prefill = fast and len(q) >= PREFILL * len(entries.spans)
+    fits = known is not None and _shared(longest, pool) <= SHARED_BYTES
+    if watch is not None or prefill or not (fast or fits):
         return text.definition(q, w, entries, k, pool, numerics, watch)
-    keys, arrays = key_array(entries.keys, q.shape[2], numerics), entry_arrays(entries, tokens)
+    arrays = (*query_arrays(q, w), key_array(entries.keys, q.shape[2], numerics))
+    arrays = (*arrays, *entry_arrays(entries, len(q)))
+    if fast:
+        return choose_v2(arrays, entries.per_page, longest, k, pool, known)
+    return choose_v1(arrays, entries.per_page, longest, k, pool, known)
+
+
+def choose_v1(arrays, per_page, longest, k, pool, known):
+    """arrays: q, w, keys, pages, order, visible. One launch."""
+    (size, budget), tokens = pool or (1, 0), len(arrays[0])
     chosen, blocks = (cupy.empty((tokens, n), cupy.int64) for n in (k, budget))
-    sizes = arrays[0].shape[1], entries.per_page, k, size, budget, longest
-    arguments = (*query_arrays(q, w), keys, *arrays, chosen, blocks, *map(np.int32, sizes))
+    sizes = arrays[3].shape[1], per_page, k, size, budget, longest
     run = kernel("choose_anywhere", "choose_v1", shared=SHARED_BYTES, **known)
-    launch(run, tokens, 128, arguments, shared)
+    shared = _shared(longest, pool)
+    launch(run, tokens, 128, (*arrays, chosen, blocks, *map(np.int32, sizes)), shared)
     return chosen, blocks if budget else None
+
+
+def choose_v2(arrays, per_page, longest, k, pool, known, scoring="scores_v3"):
+    """The same by a scoring launch and those of index_topk, for as many queries as fit at once."""
+    q, w, keys, pages, *per_query = arrays
+    sizes = per_page, longest, known, scoring
+    step, parts = max(1, MOST_SCORES // max(1, longest)), []
+    for begin in range(0, max(1, len(q)), step):
+        at = slice(begin, begin + step)
+        order, visible = (x[at] for x in per_query)
+        scores = paged_scores((q[at], w[at], keys, pages, order, visible), *sizes)
+        blocks = None if pool is None else candidate_blocks(scores, visible, *pool)
+        parts.append((index_topk(scores, visible, k), blocks))
+    if len(parts) == 1:
+        return parts[0]
+    chosen, blocks = zip(*parts, strict=True)
+    return cupy.concatenate(chosen), None if pool is None else cupy.concatenate(blocks)
+
+
+def paged_scores(arrays, per_page, longest, known, scoring):
+    """(T, longest) f32, written where visible."""
+    tokens = len(arrays[0])
+    scores = cupy.empty((tokens, longest), np.float32)
+    chunk = keys_per_block(tokens * longest)
+    sizes = arrays[3].shape[1], per_page, longest, chunk
+    run = kernel("choose_anywhere", scoring, shared=RING_BYTES, **known)
+    blocks = tokens * -(-longest // chunk)
+    launch(run, blocks, 32 * WARPS, (*arrays, scores, *map(np.int32, sizes)), RING_BYTES)
+    return scores
+
+
+def _shared(longest, pool):
+    """Bytes of shared memory that v1 needs for a query that sees `longest` entries."""
+    return 4 * (longest + (-(-longest // pool[0]) if pool else 0))

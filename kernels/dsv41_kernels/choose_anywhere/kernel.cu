@@ -2,12 +2,14 @@
 //
 // q (T, HEADS, CHANNELS) f32, w (T, HEADS) f32, keys (rows, RECORD_BYTES), pages (R, width) i64,
 // order (T) i64, visible (T) i64 -> chosen (T, k) i64 and, with budget > 0, blocks (T, budget) i64.
-// Scores are as in score.cuh, the choice as in topk.cuh. Scores never leave the chip: the keys of one
-// query, `longest` of them at most, stay in shared memory as integers of 4 bytes.
+// Scores are as in score.cuh (v1) or score_mma.cuh (v2), the choice as in topk.cuh. In v1 scores never
+// leave the chip: the keys of one query, `longest` of them at most, stay in shared memory as integers
+// of 4 bytes.
 // build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
-// build: HEADS=32 CHANNELS=128 PACKED=1 BF16=1
-#include "score.cuh"
+// build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
+// build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
+#include "score_fp8.cuh"
 #include "topk.cuh"
 
 // the newest block counts as +inf, others by the best of their visible entries
@@ -51,3 +53,43 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   __syncthreads();
   choose(pool, n, t, k, size, budget, pool + longest, chosen, blocks);
 }
+
+#if PACKED && HEADS == 32 && CHANNELS == 128
+template <class Scorer>
+__device__ __forceinline__ void score_pages(const float* q, const float* w, const unsigned char* keys,
+                                            const long long* pages, const long long* order,
+                                            const long long* visible, float* scores, int width,
+                                            int per_page, int longest, int chunk) {
+  extern __shared__ __align__(16) unsigned char rings[];
+  int chunks = (longest + chunk - 1) / chunk, begin = blockIdx.x % chunks * chunk;
+  long long t = blockIdx.x / chunks;
+  int count = (int)min((long long)min(chunk, longest - begin), visible[t] - begin);
+  if (count <= 0) return;
+  const long long* table = pages + order[t] * width;
+  float* out = scores + t * longest + begin;
+  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
+  stream_scores(
+      rings, count, scorer,
+      [&](int i) { return i < count ? record_of(keys, table, per_page, begin + i) : keys; },
+      [&](int i, float score) { out[i] = score; });
+}
+
+// v2: for contexts of any length. Scores on tensor cores by as many blocks of threads as a context
+// needs, written out once (4 bytes beside the 68 of a key) and chosen from by index_topk; a query that
+// is alone keeps every SM busy. Pages hold a multiple of 8 entries. scores (T, longest) f32 beyond
+// visible[t] are left as they are.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v2(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, float* scores, int width, int per_page,
+              int longest, int chunk) {
+  score_pages<OnBf16>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
+}
+
+// v3: v2 by FP8 products of warp groups (score_fp8.cuh), which halve the unpacking.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v3(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, float* scores, int width, int per_page,
+              int longest, int chunk) {
+  score_pages<OnFp8>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
+}
+#endif

@@ -3,12 +3,13 @@
 //
 // q (T, HEADS, CHANNELS) f32, w (T, HEADS) f32, keys (rows, RECORD_BYTES), pages (R, width) i64,
 // order (T) i64, visible (T) i64, blocks (T, budget) i64 ascending, -1 padded -> chosen (T, k) i64.
-// Entry i of a query's list is i % size of its block i / size. Scores as in score.cuh, choice as in
-// topk.cuh; the budget * size keys of one query stay in shared memory.
+// Entry i of a query's list is i % size of its block i / size. Scores as in score.cuh (v1) or
+// score_mma.cuh (v2), choice as in topk.cuh; the budget * size keys of one query stay in shared memory.
 // build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
-// build: HEADS=32 CHANNELS=128 PACKED=1 BF16=1
-#include "score.cuh"
+// build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
+// build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
+#include "score_fp8.cuh"
 #include "topk.cuh"
 
 // v1: one block of threads per query, one listed key per thread and turn.
@@ -32,3 +33,63 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   write_best(pool, budget * size, k, chosen + t * k,
              [&](int i) { return mine[i / size] * size + i % size; });
 }
+
+#if PACKED && HEADS == 32 && CHANNELS == 128
+template <class Scorer>
+__device__ __forceinline__ void score_blocks(const float* q, const float* w, const unsigned char* keys,
+                                             const long long* pages, const long long* order,
+                                             const long long* visible, const long long* blocks,
+                                             unsigned* listed, int width, int per_page, int budget,
+                                             int chunk) {
+  extern __shared__ __align__(16) unsigned char rings[];
+  int all = budget * RUN, chunks = (all + chunk - 1) / chunk;
+  int begin = blockIdx.x % chunks * chunk, count = min(chunk, all - begin);
+  long long t = blockIdx.x / chunks, n = visible[t];
+  const long long *table = pages + order[t] * width, *mine = blocks + t * budget + begin / RUN;
+  unsigned* out = listed + t * all + begin;
+  auto entry_of = [&](int i) {  // n where there is none
+    long long block = i < count ? mine[i / RUN] : -1;
+    return block < 0 ? n : min(n, block * RUN + i % RUN);
+  };
+  auto run = [&](int i) {  // a page holds whole blocks, of which some may not be visible
+    long long entry = entry_of(i);
+    return entry < n ? record_of(keys, table, per_page, (int)entry) : keys;
+  };
+  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
+  stream_scores(rings, count, scorer, run, [&](int i, float score) {
+    out[i] = entry_of(i) < n ? order_key(score) : 0u;
+  });
+}
+
+// v2: blocks of 8 entries, which are 544 bytes in a row, scored on tensor cores by several blocks of
+// threads per query, so that the 16,384 listed keys of a query that is alone do not wait for one SM.
+// listed (T, budget * 8) u32 are the keys of topk.cuh, 0 where an entry is not there.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v2(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, const long long* blocks,
+              unsigned* listed, int width, int per_page, int budget, int chunk) {
+  score_blocks<OnBf16>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
+                       chunk);
+}
+
+// v3: v2 by FP8 products of warp groups (score_fp8.cuh), which halve the unpacking.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v3(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, const long long* blocks,
+              unsigned* listed, int width, int per_page, int budget, int chunk) {
+  score_blocks<OnFp8>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
+                       chunk);
+}
+
+// both: the choice
+extern "C" __global__ void __launch_bounds__(1024)
+    settle_v2(const unsigned* listed, const long long* blocks, long long* chosen, int k, int budget) {
+  extern __shared__ unsigned pool[];
+  long long t = blockIdx.x;
+  const long long* mine = blocks + t * budget;
+  for (int i = threadIdx.x; i < budget * RUN; i += blockDim.x) pool[i] = listed[t * budget * RUN + i];
+  __syncthreads();
+  write_best(pool, budget * RUN, k, chosen + t * k,
+             [&](int i) { return mine[i / RUN] * RUN + i % RUN; });
+}
+#endif

@@ -6,10 +6,21 @@ import numpy as np
 from dsv41.indexer import index_scores as text
 
 from ..arguments import require
-from ..indexing import key_array, macros, query_arrays
-from ..launch import kernel, launch
+from ..indexing import (
+    BLOCKS,
+    RING_BYTES,
+    WARPS,
+    key_array,
+    keys_per_block,
+    macros,
+    on_tensor_cores,
+    query_arrays,
+)
+from ..launch import grid, kernel, launch
 
 THREADS = 128
+PREFILL = 16  # queries from which on it pays to unpack a key once for all
+BATCH, V3_KEYS, V3_THREADS, V3_BYTES = 8, 256, 512, 3 * 8 * (32 * 128 + 4 * 32)
 
 
 def index_scores(q, w, keys, numerics):
@@ -20,8 +31,56 @@ def index_scores(q, w, keys, numerics):
     require(not listed or len(keys) == tokens, f"keys: {tokens} lists expected, got {keys.shape}")
     q, w = query_arrays(q, w)
     keys = key_array(keys, q.shape[2], numerics, ndim=3 if listed else 2)
-    scores = cupy.empty((tokens, count), cupy.float32)
-    arguments = (q, w, keys, scores, np.int64(count), np.int64(count if listed else 0))
+    if on_tensor_cores(known) and not listed and tokens >= PREFILL:
+        return scores_v3(known, q, w, keys)
+    if on_tensor_cores(known) and not (listed and count % 4):  # lists begin on 16 bytes
+        return scores_v4(known, q, w, keys)
+    return scores_v1(known, q, w, keys)
+
+
+def scores_v1(known, q, w, keys):
+    """One thread per key and query."""
+    arguments, tokens, count = _arguments(q, w, keys)
     run = kernel("index_scores", "scores_v1", **known)
     launch(run, tokens * -(-count // THREADS), THREADS, arguments)
+    return arguments[3]
+
+
+def scores_v2(known, q, w, keys, name="scores_v2"):
+    """Keys on tensor cores, split so that every SM has work."""
+    arguments, tokens, count = _arguments(q, w, keys)
+    chunk = keys_per_block(tokens * count)
+    run = kernel("index_scores", name, shared=RING_BYTES, **known)
+    launch(run, tokens * -(-count // chunk), 32 * WARPS, (*arguments, np.int64(chunk)), RING_BYTES)
+    return arguments[3]
+
+
+def scores_v3(known, q, w, keys):
+    """FP8 products of every query with every key."""
+    (*_, scores, _, _), tokens, count = _arguments(q, w, keys)
+    encoded, weights = cupy.empty(q.shape, np.uint8), cupy.empty_like(w)
+    inexact, heads = cupy.zeros(tokens, np.uint32), np.int64(w.size)
+    run = kernel("index_scores", "encode_v3", **known)
+    launch(run, grid(w.size, 8), 256, (q, w, encoded, weights, inexact, heads))
+    tiles = -(-count // V3_KEYS)
+    share = max(64, BATCH * -(-tokens * tiles // (BATCH * 4 * BLOCKS)))  # queries of one block
+    sizes = (np.int64(n) for n in (tokens, count, share))
+    run = kernel("index_scores", "scores_v3", shared=V3_BYTES, **known)
+    blocks = tiles * -(-tokens // share)
+    launch(run, blocks, V3_THREADS, (encoded, weights, keys, scores, *sizes), V3_BYTES)
+    run = kernel("index_scores", "repair_v1", **known)
+    launch(run, tokens if count else 0, THREADS, (q, w, keys, inexact, scores, np.int64(count)))
     return scores
+
+
+def scores_v4(known, q, w, keys):
+    """v2 by FP8 products."""
+    return scores_v2(known, q, w, keys, "scores_v4")
+
+
+def _arguments(q, w, keys):
+    """q, w, keys, new scores (T, N), N, and the keys from one query to the next; T and N."""
+    tokens, count = len(q), keys.shape[-2]
+    scores = cupy.empty((tokens, count), cupy.float32)
+    per_query = np.int64(count if keys.ndim == 3 else 0)
+    return (q, w, keys, scores, np.int64(count), per_query), tokens, count

@@ -12,7 +12,7 @@ from ..launch import THREADS, kernel, launch
 
 def pool_topk(scores, entries, visible, k):
     tokens, count = scores.shape
-    if 4 * count > SHARED_BYTES:
+    if scores.dtype != np.float32 or 4 * count > SHARED_BYTES:
         return text.definition(scores, entries, visible, k)
     scores = cuda_array("scores", scores, np.float32)
     entries = cuda_array("entries", entries, np.int64, shape=(tokens, count))

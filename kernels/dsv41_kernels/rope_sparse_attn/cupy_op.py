@@ -1,14 +1,95 @@
 """Attention with both rotations inside; the contract is dsv41.sparse_attn.rope_sparse_attn's."""
 
+import cupy
+import numpy as np
+
 from dsv41 import sparse_attn as definitions
 
-from ..sparse_attn.cupy_op import attend, fits
+from ..attention import FORMATS, SHARED_BYTES, Call
+from ..launch import kernel, launch, processors
+from ..sparse_attn.cupy_op import choose
+
+HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v5 are made
+MOST_ROWS = 768  # of a token in v5
 
 
 def rope_sparse_attn(
     q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
 ):
     arguments = q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
-    if not fits(q, window_rows, global_rows, numerics):
-        return definitions.rope_sparse_attn.definition(*arguments)
-    return attend(*arguments)
+    version = spread if fits(q, window_rows, global_rows, numerics) else None
+    version = version or choose(q, window_rows, global_rows, numerics)
+    return (version or definitions.rope_sparse_attn.definition)(*arguments)
+
+
+def fits(q, window_rows, global_rows, numerics):
+    """Is it a call of the released model: 64 heads of 512 channels, stored records, bf16?"""
+    formats = FORMATS.get(numerics.window_kv), FORMATS.get(numerics.main_kv), numerics.bf16
+    if q.dtype != np.float32 or q.shape[1:] != (HEADS, CHANNELS) or formats != (1, 2, True):
+        return False
+    width = window_rows.shape[-1] + global_rows.shape[-1]
+    return pipeline_bytes(width, CHANNELS // 2) <= SHARED_BYTES
+
+
+def tiles(q, *rest, heads=None):
+    """v3; `heads` of a token in a block: 64, or 16 where that leaves multiprocessors idle."""
+    call = Call(q, *rest)
+    heads = heads or (HEADS if 2 * call.tokens >= processors() else 16)
+    out = cupy.empty_like(call.q)
+    function = kernel("rope_sparse_attn", "tiles", shared=SHARED_BYTES, **call.macros, HEADS=heads)
+    blocks, shared = call.tokens * HEADS // heads, tiles_bytes(heads, call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, blocks, 256, (*call.arguments(), bad, out), shared)
+    return out
+
+
+def pipeline(q, *rest):
+    """v4, a block per token."""
+    call = Call(q, *rest)
+    out = cupy.empty_like(call.q)
+    function = kernel("rope_sparse_attn", "pipeline", shared=SHARED_BYTES, **call.macros)
+    shared = pipeline_bytes(call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, call.tokens, 384, (*call.arguments(), bad, out), shared)
+    return out
+
+
+def cluster(q, *rest):
+    """v5, eight blocks per token; for lists of up to 768 rows."""
+    call = Call(q, *rest)
+    chunks, out = -(-call.width // 64), cupy.empty_like(call.q)
+    notes = cupy.empty((call.tokens, chunks, 64 * 4 + 256 * 4 + 64 * 128), np.uint8)
+    function = kernel("rope_sparse_attn", "cluster", shared=SHARED_BYTES, **call.macros)
+    shared = cluster_bytes(call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, 8 * call.tokens, 256, (*call.arguments(), bad, out, notes), shared)
+    return out
+
+
+def spread(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest):
+    """v5 where its blocks find a multiprocessor each, else v4: the bits are the same."""
+    width = window_rows.shape[-1] + global_rows.shape[-1]
+    few = 8 * len(q) <= processors() and width <= MOST_ROWS
+    version = cluster if few else pipeline
+    return version(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest)
+
+
+def tiles_bytes(heads, width, pairs):
+    """What `tiles` keeps in shared memory, as laid out at its top."""
+    padded = 64 * -(-width // 64)
+    queries, keys, raw = 1024 * heads, 1024 * 64, 528 * 64
+    scores, weights, shrink = 2 * heads * 72 * 4, heads * 128, heads * 4
+    return queries + keys + raw + scores + weights + shrink + 8 * pairs + 8 * padded
+
+
+def pipeline_bytes(width, pairs):
+    """What `pipeline` keeps in shared memory, as laid out at its top."""
+    padded = 64 * -(-width // 64)
+    queries, keys, weights, shrink = 1024 * 64, 2 * 1024 * 64, 64 * 128, 64 * 4
+    return queries + keys + weights + shrink + 8 * pairs + 8 * padded + padded // 8
+
+
+def cluster_bytes(width, pairs):
+    """What a block of `cluster` keeps in shared memory, as laid out at its top."""
+    chunks = -(-width // 64)
+    return 3 * 1024 * 64 + 64 * 4 + 8 * pairs + 8 * 64 * chunks + 8 * chunks

@@ -97,18 +97,41 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   }
 }
 
-// lanes hold channels of sum: += d loss / d key of query t, for each place where its list has the row
-__device__ __forceinline__ void add_query(float* sum, const float* q, const long long* rows,
-                                          const float* ddots, long long t, long long row, int k) {
-  int lane = threadIdx.x % 32;
+// Lanes hold channels of sum: += d loss / d key of query t, for the place s where its list has the row.
+__device__ __forceinline__ void add_place(float* sum, const float* q, const float* ddots, long long t,
+                                          int s, int k, float factor) {
+  const float *from = ddots + t * HEADS * k + s, *head = q + t * HEADS * CHANNELS + threadIdx.x % 32;
+#pragma unroll
+  for (int a = 0; a < HEADS; ++a)
+#pragma unroll
+    for (int g = 0; g < GROUPS; ++g)
+      sum[g] += factor * from[a * k] * head[a * CHANNELS + GROUP * g];
+}
+
+// The queries t[0] .. t[count - 1], at least one; all their lists are searched, then all their numbers
+// fetched, so that one wait serves AHEAD of them. A list that has the row twice adds both.
+const int AHEAD = 4;
+
+__device__ __forceinline__ void add_queries(float* sum, const float* q, const long long* rows,
+                                            const float* ddots, const long long* t, int count,
+                                            long long row, int k) {
   for (int base = 0; base < k; base += 32) {
-    int s = base + lane;
-    unsigned hits = __ballot_sync(0xffffffffu, s < k && rows[t * k + s] == row);
-    for (; hits; hits &= hits - 1) {
-      const float* from = ddots + t * HEADS * k + base + __ffs(hits) - 1;
-      for (int a = 0; a < HEADS; ++a)
-        for (int g = 0; g < GROUPS; ++g)
-          sum[g] += from[a * k] * q[(t * HEADS + a) * CHANNELS + GROUP * g + lane];
+    int s = base + threadIdx.x % 32;
+    unsigned hits[AHEAD], any = 0;
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      hits[i] = __ballot_sync(0xffffffffu, i < count && s < k && rows[t[i] * k + min(s, k - 1)] == row);
+      any |= hits[i];
+    }
+    if (any) {
+#pragma unroll
+      for (int i = 0; i < AHEAD; ++i) {
+        int place = base + (hits[i] ? __ffs(hits[i]) - 1 : 0);
+        add_place(sum, q, ddots, t[i], place, k, hits[i] ? 1.f : 0.f);
+      }
+      for (int i = 0; i < AHEAD; ++i)
+        for (unsigned more = hits[i] & (hits[i] - 1); more; more &= more - 1)
+          add_place(sum, q, ddots, t[i], base + __ffs(more) - 1, k, 1.f);
     }
   }
 }
@@ -128,8 +151,17 @@ extern "C" __global__ void __launch_bounds__(256)
     for (unsigned left = __ballot_sync(0xffffffffu, bits); left; left &= left - 1) {
       int owner = __ffs(left) - 1;
       long long first = 32 * (base + 8 * owner + warp);
-      for (unsigned some = __shfl_sync(0xffffffffu, bits, owner); some; some &= some - 1)
-        add_query(sum, q, rows, ddots, first + __ffs(some) - 1, row, k);
+      for (unsigned some = __shfl_sync(0xffffffffu, bits, owner); some;) {
+        long long t[AHEAD];
+        int count = 0;
+#pragma unroll
+        for (int i = 0; i < AHEAD; ++i) {
+          count += some != 0;
+          t[i] = first + (some ? __ffs(some) - 1 : 0);
+          some &= some - 1;
+        }
+        add_queries(sum, q, rows, ddots, t, count, row, k);
+      }
     }
   }
   for (int g = 0; g < GROUPS; ++g) sums[warp][GROUP * g + lane] = sum[g];

@@ -5,35 +5,46 @@ import numpy as np
 
 from dsv41 import sparse_attn as definitions
 
-from ..attention import SHARED_BYTES, THREADS, Reads, array, launch, rotation, small, small_kernel
+from ..attention import SHARED_BYTES, THREADS, Call, few_heads, known
+from ..launch import kernel, launch
 
 
 def sparse_attn(q, window, window_rows, global_kv, global_rows, sink, numerics):
     arguments = q, window, window_rows, global_kv, global_rows, sink, numerics
-    if not fits(q, window_rows, global_rows, numerics):
+    version = choose(q, window_rows, global_rows, numerics)
+    if version is None:
         return definitions.sparse_attn.definition(*arguments)
-    return attend(q, None, None, *arguments[1:])
+    return version(q, None, None, *arguments[1:])
 
 
-def fits(q, window_rows, global_rows, numerics):
-    """Does v1 take this call: few heads, known formats, lists that fit into shared memory?"""
-    if not small(q, numerics) or window_rows.ndim != 2 or global_rows.ndim != 2:
-        return False
-    width = window_rows.shape[1] + global_rows.shape[1]
-    return shared_bytes(*q.shape[1:], width, q.shape[2] // 2) <= SHARED_BYTES
+def choose(q, window_rows, global_rows, numerics):
+    """The version for such arguments, None where only the definition takes them."""
+    if not known(q, numerics):
+        return None
+    width = window_rows.shape[-1] + global_rows.shape[-1]
+    small = few_heads(q) and shared_bytes(*q.shape[1:], width, q.shape[2] // 2) <= SHARED_BYTES
+    return attend if small else plain
 
 
-def attend(q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics):
-    """Attention of queries that fit, rotated where freqs is not None."""
-    tokens, heads, channels = q.shape
-    q, sink = array("q", q, np.float32, q.shape), array("sink", sink, np.float32, (heads,))
-    reads = Reads(tokens, channels, window, window_rows, global_kv, global_rows, numerics)
-    turn = rotation(positions, freqs, tokens, channels)
-    out = cupy.empty_like(q)
-    if out.size:
-        shared = shared_bytes(heads, channels, reads.width, int(turn[2]))
-        function = small_kernel("sparse_attn", "attend", q, numerics)
-        launch(function, tokens, THREADS, (q, *turn, *reads.arguments(), sink, out), shared)
+def plain(q, *rest):
+    """v1; rest as in `rope_sparse_attn`, freqs None leaves q and o as they are."""
+    call = Call(q, *rest)
+    out = cupy.empty_like(call.q)
+    function = kernel("sparse_attn", "plain", **call.macros)
+    with call.errors() as bad:
+        arguments = *call.arguments(), bad, out, np.int32(call.heads)
+        launch(function, call.tokens * call.heads, THREADS, arguments)
+    return out
+
+
+def attend(q, *rest):
+    """v2, for few heads."""
+    call = Call(q, *rest)
+    out = cupy.empty_like(call.q)
+    function = kernel("sparse_attn", "attend", shared=SHARED_BYTES, **call.macros, H=call.heads)
+    shared = shared_bytes(call.heads, call.channels, call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, call.tokens, THREADS, (*call.arguments(), bad, out), shared)
     return out
 
 

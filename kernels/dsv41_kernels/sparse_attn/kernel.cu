@@ -1,33 +1,105 @@
 // Attention over listed records with a sink, RoPE on q and back-rotation of o included.
 //
-//   q, out (T, H, C) f32; positions (T,) int64 and freqs (pairs,) f32, unused when pairs is 0;
+//   q, out (T, heads, C) f32; positions (T,) int64 and freqs (pairs,) f32, unused when pairs is 0;
 //   near, far: window and global records; near_rows (T, W), far_rows (T, K) int64, negative = empty;
-//   sink (H,) f32. Macros as in attention.cuh.
-// Rounding points are the definition's: q after its rotation; p = exp(s - running maximum of its
-// chunk of 64 records) before it meets the values, not in the denominator; o before and after it
-// turns back. A query that lists a row past the end of the records reads nothing there and gives NaN.
+//   sink (heads,) f32. Macros as in records.cuh, and H for v2.
+// Rounding points are the definition's: q after its rotation; p = exp(s - running maximum of its chunk
+// of 64 records) before it meets the values, not in the denominator; o before and after it turns back.
+// A row past the end of the records is not read: the query gives NaN, and the word `bad` says where.
 //
-// v1 `attend`: one block of 128 threads per token. Its records are read from memory once, decoded to
-// float32 and kept in shared memory; all heads use them from there. Per token of the miniature
-// (H = 8, C = 64, 128 rows) that is 33 KB from L2 against 262 kFLOP, all in one launch; the text
-// writes and reads the gathered records, scores and weights in device memory.
+// v1 `plain`: one block per token and head, any number of heads. Every head gathers and decodes every
+// record again, twice: for the miniature (8 heads, 64 channels, 128 rows) 8 * 2 * 32 KB per token.
+//
+// v2 `attend` (few heads): one block of 128 threads per token. Its records are read from memory once,
+// decoded to float32 and kept in shared memory; all heads use them from there: 32 KB per token against
+// 262 kFLOP, all in one launch.
 
-// build: H=8 C=64 NEAR=0 FAR=0 BF16=0
-// build: H=8 C=64 NEAR=1 FAR=2 BF16=1
-#include "../attention.cuh"
+// build: C=64 NEAR=1 FAR=2 BF16=1 H=8
+// build: C=64 NEAR=0 FAR=0 BF16=0 H=8
+// build: C=128 NEAR=0 FAR=0 BF16=0 H=16
+
+#include "records.cuh"
 
 constexpr int CHUNK = 64;
 constexpr float NEVER = -1e30f;
 
+// ---- v1 ---------------------------------------------------------------------------------------------
+
+extern "C" __global__ void __launch_bounds__(128)
+    plain(const float* q, const long long* positions, const float* freqs, int pairs,
+          const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
+          const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
+          const float* sink, unsigned long long* bad, float* out, int heads) {
+  __shared__ float4 shared_query[QUADS];
+  __shared__ float score[CHUNK];
+  __shared__ long long rows[CHUNK];
+  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+  const int thread = threadIdx.x, lane = thread % 32, head = blockIdx.x % heads;
+  const long long token = blockIdx.x / heads;
+  float* query = reinterpret_cast<float*>(shared_query);
+  float* turning = query + C - 2 * pairs;
+  for (int c = thread; c < C; c += 128) query[c] = q[(token * heads + head) * C + c];
+  __syncthreads();
+  for (int i = thread; i < pairs; i += 128)
+    turn_pair(turning[2 * i], turning[2 * i + 1], angle_of(positions[token], freqs[i], false));
+  __syncthreads();
+  for (int c = thread; pairs && c < C; c += 128) query[c] = bf16(query[c]);
+  __syncthreads();
+
+  const float scale = 1.f / sqrtf((float)C);
+  float top = NEVER, total = 0.f;
+  float4 o = make_float4(0.f, 0.f, 0.f, 0.f);  // of the four channels that begin at 4 * thread
+  bool past_the_end = false;
+  for (int begin = 0; begin < lists.width(); begin += CHUNK) {
+    if (thread < CHUNK) rows[thread] = lists.row(token, begin + thread, past_the_end);
+    __syncthreads();
+    auto record = [&](int j, int quad) {
+      return begin + j < near_width ? decode<NEAR>(near, rows[j], quad) : decode<FAR>(far, rows[j], quad);
+    };
+    for (int j = thread / 32; j < CHUNK; j += 4) {  // a warp takes a record
+      float s = 0.f;
+      for (int quad = lane; rows[j] >= 0 && quad < QUADS; quad += 32)
+        s += dot(record(j, quad), shared_query[quad]);
+      for (int step = 16; step; step /= 2) s += __shfl_xor_sync(~0u, s, step);
+      if (lane == 0) score[j] = rows[j] >= 0 ? s * scale : minus_infinity();
+    }
+    __syncthreads();
+    float before = top;
+    for (int j = 0; j < CHUNK; ++j) top = fmaxf(top, score[j]);
+    float decay = expf(before - top);
+    total *= decay, o.x *= decay, o.y *= decay, o.z *= decay, o.w *= decay;
+    for (int j = 0; j < CHUNK; ++j) {
+      float p = expf(score[j] - top);
+      total += p;
+      if (rows[j] >= 0 && thread < QUADS) add_product(o, bf16(p), record(j, thread));
+    }
+    __syncthreads();
+  }
+  total += expf(sink[head] - top);  // infinite for a query without records: its o is 0
+  if (total == 0.f) total = 1.f;
+  if (__syncthreads_or(past_the_end)) total = not_a_number();
+  if (thread < QUADS)
+    shared_query[thread] = rounded(make_float4(o.x / total, o.y / total, o.z / total, o.w / total));
+  __syncthreads();
+  for (int i = thread; i < pairs; i += 128)
+    turn_pair(turning[2 * i], turning[2 * i + 1], angle_of(positions[token], freqs[i], true));
+  __syncthreads();
+  for (int c = thread; c < C; c += 128) out[(token * heads + head) * C + c] = bf16(query[c]);
+}
+
+// ---- v2 ---------------------------------------------------------------------------------------------
+#ifdef H
+#include "attention.cuh"
+
 extern __shared__ float4 shared[];
 
-extern "C" __global__ void __launch_bounds__(THREADS, 5)
+extern "C" __global__ void __launch_bounds__(THREADS, 4)
     attend(const float* q, const long long* positions, const float* freqs, int pairs,
            const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
            const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-           const float* sink, float* out) {
-  const Lists lists = {near, far, near_count, far_count, near_rows, far_rows, near_width, far_width};
-  const int chunks = (near_width + far_width + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
+           const float* sink, unsigned long long* bad, float* out) {
+  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+  const int chunks = (lists.width() + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
   const int thread = threadIdx.x, warp = thread / 32, head = thread % H;
   const long long token = blockIdx.x;
   float4* records = shared;                                        // (padded, STRIDE)
@@ -112,3 +184,4 @@ extern "C" __global__ void __launch_bounds__(THREADS, 5)
   for (int i = thread; i < H * QUADS; i += THREADS)
     reinterpret_cast<float4*>(out)[token * H * QUADS + i] = rounded(queries[i]);
 }
+#endif

@@ -14,9 +14,12 @@
 // Bytes: each entry's part is written and read once (2 * 256 for C = 64); adding q and dout of every
 // reader to a record instead would read 4 KB per entry through L2. A sort would cost more than 1 + 2.
 
-// build: H=8 C=64 NEAR=0 FAR=0 BF16=0
-// build: H=8 C=64 NEAR=1 FAR=2 BF16=1
-#include "../attention.cuh"
+// build: C=64 NEAR=1 FAR=2 BF16=1 H=8
+// build: C=64 NEAR=0 FAR=0 BF16=0 H=8
+// build: C=128 NEAR=0 FAR=0 BF16=0 H=16
+
+#include "records.cuh"
+#include "attention.cuh"
 
 // Places are counted from the window records on: global record r is number near_count + r.
 __device__ long long number(const Lists& lists, int place, long long row) {
@@ -28,13 +31,12 @@ extern "C" __global__ void count_readers(const unsigned char* near, long long ne
                                          const unsigned char* far, long long far_count,
                                          const long long* far_rows, int far_width, long long tokens,
                                          int* begin) {
-  const Lists lists = {near, far, near_count, far_count, near_rows, far_rows, near_width, far_width};
-  const int width = near_width + far_width;
+  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width};
   long long at = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-  if (at >= tokens * width) return;
+  if (at >= tokens * lists.width()) return;
   bool past_the_end = false;
-  int place = at % width;
-  long long row = lists.row(at / width, place, past_the_end);
+  int place = at % lists.width();
+  long long row = lists.row(at / lists.width(), place, past_the_end);
   if (row >= 0) atomicAdd(begin + number(lists, place, row), 1);
 }
 
@@ -70,9 +72,9 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     int pairs, const unsigned char* near, long long near_count,
                     const long long* near_rows, int near_width, const unsigned char* far,
                     long long far_count, const long long* far_rows, int far_width, const float* sink,
-                    int* next, float* dq, float4* parts, float* dsinks, float* share) {
-  const Lists lists = {near, far, near_count, far_count, near_rows, far_rows, near_width, far_width};
-  const int width = near_width + far_width, padded = width > 32 ? (width + 31) / 32 * 32 : 64;
+                    unsigned long long* bad, int* next, float* dq, float4* parts, float* dsinks, float* share) {
+  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+  const int width = lists.width(), padded = width > 32 ? (width + 31) / 32 * 32 : 64;
   const int thread = threadIdx.x, warp = thread / 32, head = thread % H;
   const long long token = blockIdx.x;
   float4* records = shared;                                        // (padded, STRIDE)
@@ -190,10 +192,10 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   weighted_sums(queries, slopes, records, padded);
   turn(queries, angle, pairs, true);
   __syncthreads();
-  const float bad = not_a_number();
+  const float nan = not_a_number();
   for (int i = thread; i < H * QUADS; i += THREADS)
     reinterpret_cast<float4*>(dq)[token * H * QUADS + i] =
-        past_the_end ? make_float4(bad, bad, bad, bad) : queries[i];
+        past_the_end ? make_float4(nan, nan, nan, nan) : queries[i];
 }
 
 constexpr int GROUPS = 256 / C;  // of a block that add up every GROUPSth part

@@ -1,0 +1,46 @@
+"""Selection inside the candidate pool: 512 of 16,384 listed keys of a long context."""
+
+import cupy
+import numpy as np
+
+from dsv41.quant import OFFICIAL
+from dsv41.selection import choose_in_pool as text
+
+from ..bench import Case
+from ..choose_anywhere.bench import entries_of
+from ..indexing_bench import decode_entries, packed_keys, queries
+from .cupy_op import choose_in_pool
+
+OP, BUDGET, SIZE, K = "choose_in_pool", 2048, 8, 512
+
+
+def cases(quick=False):
+    for requests, seen in [(2, 65_536)] if quick else [(1, 1 << 20), (64, 131_072)]:
+        entries = decode_entries(packed_keys(requests * seen), requests, seen)
+        (q, w), rng = queries(requests), np.random.default_rng(4)
+        blocks = [np.sort(rng.permutation(seen // SIZE)[:BUDGET]) for _ in range(requests)]
+        arguments = q, w, entries, cupy.asarray(np.stack(blocks)), SIZE, K, OFFICIAL
+        listed = requests * BUDGET * SIZE
+        for name, function in (("cupy_op", choose_in_pool), ("cupy text", text.definition)):
+            call = lambda f=function, a=arguments: f(*a)  # noqa: E731
+            yield Case(
+                op=OP,
+                version=name,
+                shape=f"B={requests}, 16384 of {seen} keys",
+                call=call,
+                check=lambda c=call, a=arguments: check(a, c()),
+                bytes=68 * listed + 8 * requests * (BUDGET + K),
+                flops=8192 * listed,
+            )
+
+
+def check(arguments, got):
+    """As choose_anywhere's, with each query's blocks."""
+    q, w, entries, blocks, *rest = arguments
+    missed = 0.0
+    for t in sorted({0, len(q) - 1}):
+        alone = q[t : t + 1].get(), w[t : t + 1].get(), entries_of(entries, t)
+        want = text.definition(*alone, blocks[t : t + 1].get(), *rest)[0]
+        missed = max(missed, np.mean(~np.isin(got[t].get(), want)))
+    assert missed <= 0.01, f"{missed:.2%} of a query's choices differ"
+    return missed

@@ -1,0 +1,76 @@
+// FP4 records (rows, RECORD) uint8 -> out (rows, CHANNELS) f32 or bf16 (BF16), every value code * scale.
+// Contract: fp4_unpack in dsv41/quant.py, the same bits. The product has at most 6 significant bits and
+// is exact in both types; NaN scales give NaN. Macros as in fp4_pack.
+//
+// build: CHANNELS=512 GROUP=16 SCALE_E4M3=1 BF16=1
+// build: CHANNELS=512 GROUP=16 SCALE_E4M3=1 BF16=0
+// build: CHANNELS=128 GROUP=32 SCALE_E4M3=0 BF16=1
+// build: CHANNELS=128 GROUP=32 SCALE_E4M3=0 BF16=0
+#include "../blockscale.cuh"
+#include "../stores.cuh"
+
+constexpr int CODES = CHANNELS / 2, RECORD = CODES + CHANNELS / GROUP;
+
+// v1: one thread an element, the value from a table of eight.
+extern "C" __global__ void fp4_unpack_v1(const u8* records, Element* out, long long elements) {
+  const float value[8] = {0.f, 0.5f, 1.f, 1.5f, 2.f, 3.f, 4.f, 6.f};
+  long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
+  if (i >= elements) return;
+  const u8* record = records + i / CHANNELS * RECORD;
+  int channel = (int)(i % CHANNELS);
+  u32 code = record[channel / 2] >> (4 * (channel % 2)) & 15u;
+  float signed_value = code & 8 ? -value[code & 7] : value[code & 7];
+  store_one(out + i, mul_rn(signed_value, scale_value(record[CODES + channel / GROUP])));
+}
+
+// E2M1 bits at the place of a float's exponent and mantissa are its value * 2^-126.
+__device__ inline float e2m1_value(u32 code) {
+  return mul_rn(__uint_as_float((code & 8u) << 28 | (code & 7u) << 22), 0x1p126f);
+}
+
+// v2: one thread makes one 16-byte store (8 bf16 or 4 f32), so that a warp writes 512 bytes without
+// gaps and reads its codes as words; v1 stored 2 or 4 bytes a thread and read every byte twice.
+extern "C" __global__ void __launch_bounds__(256)
+    fp4_unpack_v2(const u8* records, Element* out, long long units) {
+  Unit at;
+  if (!unit_of_thread(units, &at)) return;
+  const u8* record = records + at.row * RECORD;
+  u32 codes = load_word<RECORD, PER_STORE / 2>(record + at.in_row * (PER_STORE / 2));
+  float scale = scale_value(record[CODES + at.in_row * PER_STORE / GROUP]);
+  float v[PER_STORE];
+  for (int i = 0; i < PER_STORE; ++i) v[i] = mul_rn(e2m1_value(codes >> (4 * i)), scale);
+  store_unit(out, at.index, v);
+}
+
+#if BF16
+// v3: no floats in between. A byte permutation looks up four codes at once in a table of eight bytes,
+// one table for the upper and one for the lower bytes of the bf16 values, and one packed product
+// scales two of them: about 4 operations per element where v2 has 8.
+__device__ inline u32 signs(u32 codes) {  // of nibbles 0 and 1, at bits 15 and 31
+  return (codes << 12 & 0x8000u) | (codes << 24 & 0x80000000u);
+}
+
+__device__ inline void values_of(u32 codes, u32 scales, u32* words) {
+  u32 index = codes & 0x77777777u;
+  for (int half = 0; half < 2; ++half) {
+    u32 select = index >> (16 * half);
+    u32 low = __byte_perm(0xC0800000u, 0xC0804000u, select & 0xFFFFu);
+    u32 high = __byte_perm(0x3F3F3F00u, 0x40404040u, select & 0xFFFFu);
+    u32 pairs[2] = {__byte_perm(low, high, 0x5140u), __byte_perm(low, high, 0x7362u)};
+    for (int k = 0; k < 2; ++k)
+      words[2 * half + k] = mul_bf16x2(pairs[k] | signs(codes >> (16 * half + 8 * k)), scales);
+  }
+}
+
+extern "C" __global__ void __launch_bounds__(256)
+    fp4_unpack_v3(const u8* records, Element* out, long long units) {
+  Unit at;
+  if (!unit_of_thread(units, &at)) return;
+  const u8* record = records + at.row * RECORD;
+  u32 codes = load_word<RECORD, 4>(record + at.in_row * 4);
+  u32 scale = __float_as_uint(scale_value(record[CODES + at.in_row * 8 / GROUP])) >> 16;
+  u32 words[4];
+  values_of(codes, scale | scale << 16, words);
+  store_words(out, at.index, words);
+}
+#endif

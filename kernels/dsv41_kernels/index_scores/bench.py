@@ -1,0 +1,68 @@
+"""Index scores: decode, every request with keys of its own, and prefill, where all share them."""
+
+from dsv41.indexer import index_scores as text
+from dsv41.quant import OFFICIAL
+
+from ..bench import Case
+from ..indexing_bench import FOUR_BIT, RECORD, check_scores, packed_keys, queries
+from .cupy_op import index_scores, scores_v1, scores_v2, scores_v4
+
+OP = "index_scores"
+DECODE = [(32, 131_072, 100.0), (32, 524_288, 400.0), (1, 524_288, 15.0)]  # requests, keys, to beat
+
+
+def cases(quick=False):
+    for requests, count, target in [(4, 4096, None)] if quick else DECODE:
+        yield from decode(requests, count, target)
+    tokens, count, target = (64, 4096, None) if quick else (8192, 65_536, 4900.0)
+    yield from prefill(tokens, count, target)
+
+
+def decode(requests, count, target):
+    keys = packed_keys(requests * count).reshape(requests, count, RECORD)
+    shape = f"decode B={requests}, {count} keys"
+    for numerics, name in ((OFFICIAL, ""), (FOUR_BIT, " fp32")):
+        q, w = queries(requests, numerics=numerics)
+        for version in versions(q, w, keys, numerics, small=requests * count < 1 << 23):
+            yield case(version, shape + name, q, w, keys, numerics, target)
+
+
+def prefill(tokens, count, target):
+    keys, (q, w) = packed_keys(count), queries(tokens)
+    shape = f"prefill T={tokens}, {count} keys"
+    for version in versions(q, w, keys, OFFICIAL, small=False):
+        yield case(version, shape, q, w, keys, OFFICIAL, target)
+
+
+def versions(q, w, keys, numerics, small):
+    """(name, function -> scores)."""
+    known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": int(numerics.bf16)}
+    yield "cupy_op", lambda: index_scores(q, w, keys, numerics)
+    if small:
+        yield "v1", lambda: scores_v1(known, q, w, keys)
+        yield "v2", lambda: scores_v2(known, q, w, keys)
+        yield "v4", lambda: scores_v4(known, q, w, keys)
+        yield "cupy text", lambda: text.definition(q, w, keys, numerics)
+
+
+def case(version, shape, q, w, keys, numerics, target):
+    name, call = version
+    pairs = len(q) * keys.shape[-2]
+
+    def check():
+        scores = call()
+        one = keys.ndim == 2
+        return check_scores(
+            q, w, (lambda t, j: keys[j] if one else keys[t][j]), lambda t: scores[t], numerics
+        )
+
+    return Case(
+        op=OP,
+        version=name,
+        shape=shape,
+        call=call,
+        check=check,
+        bytes=keys.nbytes + 4 * pairs,
+        flops=2 * 32 * 128 * pairs,
+        target_us=target,
+    )

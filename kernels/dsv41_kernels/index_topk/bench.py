@@ -1,0 +1,54 @@
+"""Top-512 of float32 rows, from a candidate pool's length to the context of the released model."""
+
+import importlib.util
+
+import cupy
+import numpy as np
+
+from dsv41.indexer import index_topk as text
+
+from ..bench import Case
+from ..indexing_bench import check_best, float_rows
+from ..longrows import choose_long
+from .cupy_op import index_topk, topk_v1
+
+OP, K = "index_topk", 512
+SHAPES = [(32, 1 << 20, 55.0), (1, 1 << 20, 13.0), (64, 16_384, 7.0)]  # rows, scores, to beat
+
+
+def cases(quick=False):
+    for rows, count, target in [(4, 1 << 17, None), (4, 16_384, None)] if quick else SHAPES:
+        scores, visible = float_rows(rows, count), cupy.full(rows, count, np.int64)
+        for name, call in versions(scores, visible):
+            yield Case(
+                op=OP,
+                version=name,
+                shape=f"top-{K} of {rows} x {count}",
+                call=call,
+                check=lambda call=call, scores=scores: check(scores, call()),
+                bytes=scores.nbytes + 8 * rows * K,
+                target_us=target,
+            )
+
+
+def versions(scores, visible):
+    count = scores.shape[1]
+    yield "cupy_op", lambda: index_topk(scores, visible, K)
+    if count <= 16_384:
+        yield "v1", lambda: topk_v1(scores, visible, K)
+    yield "v2", lambda: choose_long(OP, (scores, visible), count, K)
+    if len(scores) * count <= 1 << 20:
+        yield "cupy text", lambda: text.definition(scores, visible, K)
+    if importlib.util.find_spec("torch"):
+        yield "torch", torch_topk(scores)
+
+
+def torch_topk(scores):
+    import torch
+
+    values = torch.from_dlpack(scores)
+    return lambda: cupy.from_dlpack(torch.sort(torch.topk(values, K, dim=1).indices, dim=1).values)
+
+
+def check(scores, chosen):
+    return max(check_best(scores[t], chosen[t], K) for t in sorted({0, len(scores) - 1}))

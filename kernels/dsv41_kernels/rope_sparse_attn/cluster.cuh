@@ -1,0 +1,155 @@
+// v5 `cluster`, see kernel.cu. Eight blocks of two warpgroups per token, for calls of few tokens.
+//
+// Block r scores chunks r and r + 8, and adds the values of the 64 channels from 64 r on over all chunks.
+// Nothing that is a sum in v4 is divided between blocks, so there is nothing to combine and o has v4's
+// bits, whichever of the two a call takes:
+//
+//   left   scores its chunks -> each one's maximum | all maxima: weights p and their sums | products
+//   right  decodes its chunks                      | decodes 64 channels of all chunks    |
+//
+// A bar is a barrier of the cluster; what crosses it lies in `notes`, per token and chunk: maxima of 64
+// heads, parts of sums, p as `wgmma.cuh` wants it. It is written once and read from L2. The chain of
+// dependent steps is as long as two chunks of v4 plus two barriers, instead of ten chunks.
+
+constexpr int BLOCKS = 8, MOST_CHUNKS = 12, NOTE_BYTES = 64 * 4 + 2 * GROUP * 4 + BLOCK;
+
+__device__ void meet_cluster() {
+  __threadfence();
+  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
+
+struct Note {  // of one chunk
+  char* at;
+  __device__ float* maxima() const { return reinterpret_cast<float*>(at); }             // (64,)
+  __device__ float* sums() const { return reinterpret_cast<float*>(at) + 64; }          // (2, GROUP)
+  __device__ uint4* weights() const { return reinterpret_cast<uint4*>(at + 64 * 4 + 2 * GROUP * 4); }
+};
+
+// Channels 64 block .. + 63 of the records of all chunks, a block of 64 rows per chunk.
+__device__ void decode_channels(char* values, const long long* rows, int chunks, int block,
+                                const Lists& lists) {
+  for (int i = threadIdx.x % GROUP; i < chunks * CHUNK * 2; i += GROUP) {  // half a row each
+    const int place = i / 2, odd = i % 2, row = place % CHUNK;
+    const bool recent = place < lists.near_width, real = rows[place] >= 0;
+    const unsigned char* record = recent ? lists.near : lists.far;
+    if (real) record += rows[place] * (recent ? NEAR_BYTES : FAR_BYTES);
+    char* to = values + place / CHUNK * BLOCK;
+    if (recent) {
+      const uint4 low = read_16(record + 64 * block + 32 * odd, real);
+      const uint4 high = read_16(record + 64 * block + 32 * odd + 16, real);
+      const unsigned scale = e8m0_scale(real ? record[512 + 2 * block + odd] : 0);
+      *block_piece(to, row, 4 * odd) = place_e4m3(low.x, low.y, scale);
+      *block_piece(to, row, 4 * odd + 1) = place_e4m3(low.z, low.w, scale);
+      *block_piece(to, row, 4 * odd + 2) = place_e4m3(high.x, high.y, scale);
+      *block_piece(to, row, 4 * odd + 3) = place_e4m3(high.z, high.w, scale);
+    } else {
+      const uint4 codes = read_16(record + 32 * block + 16 * odd, real);
+      const unsigned char* scales = record + 256 + 4 * block + 2 * odd;
+      const uint2 scale = e4m3_scales(real ? scales[0] | scales[1] << 8 : 0);
+      *block_piece(to, row, 4 * odd) = place_e2m1(codes.x, scale.x);
+      *block_piece(to, row, 4 * odd + 1) = place_e2m1(codes.y, scale.x);
+      *block_piece(to, row, 4 * odd + 2) = place_e2m1(codes.z, scale.y);
+      *block_piece(to, row, 4 * odd + 3) = place_e2m1(codes.w, scale.y);
+    }
+  }
+}
+
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * GROUP, 1)
+    cluster(const float* q, const long long* positions, const float* freqs, int pairs,
+            const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
+            const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
+            const float* sink, unsigned long long* bad, float* out, char* notes) {
+  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+  const int chunks = (lists.width() + CHUNK - 1) / CHUNK, group = threadIdx.x / GROUP;
+  const int lane = threadIdx.x % 32, low = threadIdx.x % GROUP / 32 * 16 + lane / 4;
+  const int block = blockIdx.x % BLOCKS;
+  const long long token = blockIdx.x / BLOCKS;
+  char* queries = reinterpret_cast<char*>(shared);              // (64 heads, 512), then
+  char* keys = queries + KEYS_BYTES;                            // two chunks of (CHUNK, 512)
+  char* weights = queries;                                      // later (chunks, 64 heads, CHUNK), then
+  char* values = queries + MOST_CHUNKS * BLOCK;                 // (chunks, CHUNK, 64 channels)
+  float* norms = reinterpret_cast<float*>(keys + 2 * KEYS_BYTES);  // (64,)
+  float2* angle = reinterpret_cast<float2*>(norms + 64);           // (pairs,)
+  long long* rows = reinterpret_cast<long long*>(angle + pairs);   // (chunks, CHUNK)
+  unsigned long long* valid = reinterpret_cast<unsigned long long*>(rows + chunks * CHUNK);  // bits
+  auto note = [&](int chunk) { return Note{notes + (token * chunks + chunk) * NOTE_BYTES}; };
+
+  const bool past_the_end = read_lists(rows, valid, lists, token, chunks, 2 * GROUP);
+  for (int i = threadIdx.x; i < pairs; i += 2 * GROUP)
+    angle[i] = angle_of(positions[token], freqs[i], false);
+  __syncthreads();
+  if (group == 1) {
+    for (int i = 0; block + i * BLOCKS < chunks; ++i)
+      make_chunk(keys + i * KEYS_BYTES, rows, block + i * BLOCKS, lists, [] {});
+  } else {
+    const float4* q4 = reinterpret_cast<const float4*>(q + token * ALL_HEADS * C);
+    for (int i = threadIdx.x; i < ALL_HEADS * C / 8; i += GROUP)
+      *block_piece(queries, i / (C / 8), i % (C / 8)) = query_piece(q4, i, angle, pairs);
+  }
+  publish();
+  __syncthreads();
+
+  float s[2][32];  // left only: scores of its two chunks
+  if (group == 0) {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int chunk = block + i * BLOCKS;
+      if (chunk >= chunks) break;
+      score(s[i], queries, keys + i * KEYS_BYTES);
+      const float first = mask_and_max(s[i], 0, valid[chunk]), second = mask_and_max(s[i], 1, valid[chunk]);
+      if (lane % 4 == 0) note(chunk).maxima()[low] = first, note(chunk).maxima()[low + 8] = second;
+    }
+  }
+  __syncthreads();  // nobody reads q and keys any more
+  meet_cluster();
+  if (group == 1) {
+    decode_channels(values, rows, chunks, block, lists);
+  } else {
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      const int chunk = block + i * BLOCKS;
+      if (chunk >= chunks) break;
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float top = NEVER;
+        for (int c = 0; c <= chunk; ++c) top = fmaxf(top, __ldcg(note(c).maxima() + low + 8 * n));
+        note(chunk).sums()[n * GROUP + threadIdx.x] = exponentials(s[i], n, top);
+      }
+      store_weights(reinterpret_cast<char*>(note(chunk).weights()), s[i], low);
+    }
+  }
+  meet_cluster();
+  for (int i = threadIdx.x; i < chunks * (BLOCK / 16); i += 2 * GROUP)
+    reinterpret_cast<uint4*>(weights)[i] = __ldcg(note(i / (BLOCK / 16)).weights() + i % (BLOCK / 16));
+  publish();
+  __syncthreads();
+
+  float* staged = reinterpret_cast<float*>(shared);
+  if (group == 0) {
+    float o[32] = {}, top[2] = {NEVER, NEVER}, total[2] = {0.f, 0.f}, decay[2];
+    for (int chunk = 0; chunk < chunks; ++chunk) {
+#pragma unroll
+      for (int n = 0; n < 2; ++n) {
+        float before = top[n];
+        top[n] = fmaxf(before, __ldcg(note(chunk).maxima() + low + 8 * n));
+        decay[n] = exp2f(before - top[n]);
+        const float sum = __ldcg(note(chunk).sums() + n * GROUP + threadIdx.x);
+        total[n] = __fmaf_rn(total[n], decay[n], sum);
+      }
+      shrink_values<32>(o, decay[0], decay[1]);
+      begin_products();
+#pragma unroll
+      for (int k = 0; k < CHUNK / 16; ++k)
+        product_64_down(o, matrix(weights + chunk * BLOCK + 32 * k),
+                        matrix(values + chunk * BLOCK + 2048 * k), 1);
+      finish_products();
+    }
+    float norm[2] = {norm_of(total[0], top[0], sink[low]), norm_of(total[1], top[1], sink[low + 8])};
+    if (past_the_end) norm[0] = norm[1] = not_a_number();
+    meet(READERS, GROUP);  // the weights have been read
+    stage_values<32>(staged, 64 + 4, o, low, norm[0], norm[1]);
+  }
+  __syncthreads();
+  float* to = out + token * ALL_HEADS * C;
+  write_rows(to, staged, 64 + 4, 64 * block, 64, ALL_HEADS, angle, pairs, 2 * GROUP);
+}

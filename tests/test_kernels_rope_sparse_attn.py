@@ -1,0 +1,237 @@
+"""Attention of the released model's size: stored records, 64 heads of 512 channels."""
+
+import sys
+
+import numpy as np
+import pytest
+from compare import assert_close, assert_same
+from dsv41_kernels import launch, nvrtc
+from dsv41_kernels.sparse_attn.oracle import attention
+from test_kernels import cupy  # noqa: F401
+from test_kernels_sparse_attn import COUNTS, faked, moved
+from test_sparse_attn import rows_with
+
+from dsv41.dispatch import find_kernel
+from dsv41.quant import FLOAT32, OFFICIAL
+from dsv41.sparse_attn import rope_sparse_attn
+
+FREQS = np.float32(10_000.0 ** -np.linspace(0, 1, 32))
+SINKS = np.resize(np.float32([-np.inf, 0, 20, 0.5]), 64)
+
+
+def inputs(near=(128, 0, 1), far=(512, 3, 0), records=600, widths=(128, 512)):
+    """Arguments of rope_sparse_attn up to the sink; the last record of either pool is all NaN."""
+    rng = np.random.default_rng(0)
+    q = rng.standard_normal((len(near), 64, 512), np.float32)
+    values = rng.standard_normal((2, records, 512), np.float32)
+    window, pool = OFFICIAL.window_kv.encode(values[0]), OFFICIAL.main_kv.encode(values[1])
+    window[-1] = pool[-1] = 255
+    rows = [rows_with(c, w, records - 1, w) for c, w in zip((near, far), widths, strict=True)]
+    positions = np.arange(len(near)) * 100_003
+    return q, positions, FREQS, window, rows[0], pool, rows[1], SINKS
+
+
+def exact(q, positions, freqs, window, near_rows, pool, far_rows, sink):
+    """The same in float64 over the decoded records."""
+    near, far = OFFICIAL.window_kv.decode(window, 512), OFFICIAL.main_kv.decode(pool, 512)
+    return attention(q, near, near_rows, far, far_rows, sink, positions, freqs)
+
+
+# ---- without a GPU --------------------------------------------------------------------------
+
+
+def test_warpgroup_products_run_unhindered():
+    """Results that are touched too early make the compiler wait after every product, and say so."""
+    if not nvrtc.available():
+        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
+    arch, macros = launch.builds("rope_sparse_attn")[0]
+    assert arch == "sm_90a" and "HEADS" not in macros
+    options = (*launch.options(arch, macros), f"-arch={arch}")
+    assert "serialized" not in nvrtc.compile_source(launch.source("rope_sparse_attn"), options)
+
+
+@pytest.mark.parametrize("tokens, blocks", [(1, 4), (65, 260), (66, 66), (100, 100)])
+def test_v3_spreads_heads_while_tokens_are_few(fake_cuda, monkeypatch, tokens, blocks):
+    arguments = inputs(near=[1] * tokens, far=[2] * tokens)
+    find_kernel("rope_sparse_attn", "cupy")
+    module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
+    monkeypatch.setattr(module, "processors", lambda: 132)
+    module.tiles(*faked(arguments), OFFICIAL)
+    assert [one[1:4] for one in fake_cuda] == [("tiles", (blocks,), (256,))]
+
+
+@pytest.mark.parametrize(
+    "tokens, width, launched",
+    [
+        (1, 512, ("cluster", (8,), (256,))),
+        (16, 640, ("cluster", (128,), (256,))),
+        (17, 512, ("pipeline", (17,), (384,))),
+        (1, 641, ("pipeline", (1,), (384,))),
+    ],
+)
+def test_few_tokens_are_spread(fake_cuda, monkeypatch, tokens, width, launched):
+    find_kernel("rope_sparse_attn", "cupy")
+    module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
+    monkeypatch.setattr(module, "processors", lambda: 132)
+    arguments = faked(inputs(near=[1] * tokens, far=[2] * tokens, widths=(128, width)))
+    module.rope_sparse_attn(*arguments, OFFICIAL)
+    assert [one[1:4] for one in fake_cuda] == [launched]
+
+
+def test_no_tokens_no_launch(fake_cuda):
+    find_kernel("rope_sparse_attn", "cupy")
+    module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
+    for version in (module.pipeline, module.cluster):
+        assert version(*faked(inputs(near=[], far=[])), OFFICIAL).shape == (0, 64, 512)
+    assert not fake_cuda
+
+
+@pytest.mark.parametrize(
+    "place, name, spoil",
+    [
+        (0, "q", lambda q: np.array(q)),
+        (1, "positions", lambda p: p[:-1]),
+        (3, "window", lambda w: w[:, :-1]),
+        (4, "window_rows", lambda r: r.astype(np.float64)),
+        (5, "global_kv", lambda p: p.astype(np.int32)),
+        (6, "global_rows", lambda r: r[:-1]),
+        (7, "sink", lambda s: s[:1]),
+    ],
+)
+def test_a_wrong_argument_is_named(fake_cuda, monkeypatch, place, name, spoil):
+    find_kernel("rope_sparse_attn", "cupy")
+    module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
+    monkeypatch.setattr(module, "processors", lambda: 132)
+    arguments = faked(inputs())
+    arguments[place] = spoil(arguments[place])
+    with pytest.raises((TypeError, ValueError), match=f"^{name}: "):
+        module.rope_sparse_attn(*arguments, OFFICIAL)
+    assert not fake_cuda
+
+
+def test_float32_numerics_go_to_the_plain_kernel(fake_cuda):
+    q, positions, freqs, window, near, pool, far, sink = inputs()
+    window, pool = (np.zeros((600, 512), np.float32) for _ in range(2))
+    arguments = q, positions, freqs, window, near, pool, far, sink
+    find_kernel("rope_sparse_attn", "cupy")(*faked(arguments), FLOAT32)
+    assert [one[1:3] for one in fake_cuda] == [("plain", (3 * 64,))]
+
+
+# ---- on a GPU -------------------------------------------------------------------------------
+
+
+def versions():
+    """Every version as a function of the arguments of rope_sparse_attn."""
+    from dsv41_kernels.rope_sparse_attn.cupy_op import cluster, pipeline, tiles
+    from dsv41_kernels.sparse_attn.cupy_op import plain
+
+    return {
+        "v1": plain,
+        "v3, 64 heads a block": lambda *a: tiles(*a, heads=64),
+        "v3, 16 heads a block": lambda *a: tiles(*a, heads=16),
+        "v4": pipeline,
+        "v5": cluster,
+    }
+
+
+def assert_attention(name, got, want):
+    """As far from float64 as one rounding of p and two of o to bf16 bring it."""
+    assert_close(name, got, want, rel=4e-3)
+    got, want = got.astype(np.float64).ravel(), want.ravel()
+    cosine = got @ want / np.sqrt((got @ got) * (want @ want))
+    assert 1 - cosine < 1e-5, f"{name}: cosine distance {1 - cosine:.2g}"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("near", [0, 1, 127, 128])
+def test_every_version_equals_float64(cupy, near):  # noqa: F811
+    arguments = inputs(near=[near] * len(COUNTS), far=COUNTS)
+    want = exact(*arguments)
+    for name, version in versions().items():
+        got = version(*moved(cupy, arguments), OFFICIAL).get()
+        assert_attention(name, got, want)
+        assert near or not got[0].any(), f"{name}: a query without records gives 0"
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(1, 0), (63, 1), (65, 65), (128, 512), (0, 70)])
+def test_every_version_rounds_where_the_definition_does(cupy, widths):  # noqa: F811
+    near, far = widths
+    arguments = inputs(near=[near, near // 2], far=[far, far // 2], widths=widths)
+    want = rope_sparse_attn.definition(*arguments, OFFICIAL)
+    for name, version in versions().items():
+        got = version(*moved(cupy, arguments), OFFICIAL).get()
+        assert np.mean(got != want) < 2e-3, f"{name}: {np.mean(got != want):.2g} differ"
+        assert_close(name, got, want, rel=1e-3)
+
+
+@pytest.mark.gpu
+def test_bits_do_not_depend_on_the_batch_or_on_the_run(cupy):  # noqa: F811
+    arguments = moved(cupy, inputs(near=[128] * 200, far=[512] * 200))
+    first = rope_sparse_attn(*arguments, OFFICIAL).get()
+    for _ in range(100):
+        assert_same("again", rope_sparse_attn(*arguments, OFFICIAL).get(), first)
+    for count in (1, 3, 65):
+        few = list(arguments)
+        for place in (0, 1, 4, 6):
+            few[place] = arguments[place][7 : 7 + count]
+        assert_same(f"{count} of 200", rope_sparse_attn(*few, OFFICIAL).get(), first[7 : 7 + count])
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(3, 0), (64, 64), (65, 100), (128, 512), (128, 640)])
+def test_v4_and_v5_have_the_same_bits(cupy, widths):  # noqa: F811
+    """Calls of few and of many tokens take different versions; a token must not notice."""
+    near, far = widths
+    arguments = moved(cupy, inputs((near, 0, near // 2), (far, far // 3, 0), 700, widths))
+    assert_same("o", *(versions()[v](*arguments, OFFICIAL).get() for v in ("v4", "v5")))
+
+
+@pytest.mark.gpu
+def test_every_code_and_scale_of_both_formats_is_read_exactly(cupy):  # noqa: F811
+    """One record a query and no sink: o is that record, rounded to bf16, with nothing to turn."""
+    finite = np.array([c for c in range(256) if c % 128 != 127], np.uint8)
+    window = np.resize(np.repeat(finite, 2), (128, 528)).astype(np.uint8)
+    window[:, :512] = np.resize(finite, 128 * 512).reshape(128, 512)
+    window[:, 512:] = (np.arange(128 * 16) % 143).reshape(128, 16)
+    pool = np.random.default_rng(0).integers(0, 256, (128, 288), np.uint8)
+    pool[:, 256:] = np.resize(finite, 128 * 32).reshape(128, 32)
+    q, sink = np.zeros((256, 64, 512), np.float32), np.full(64, -np.inf, np.float32)
+    one = np.concatenate([np.arange(128), np.full(128, -1)])[:, None]
+    arguments = q, np.arange(256), FREQS[:0], window, one, pool, one[::-1].copy(), sink
+    want = np.concatenate(
+        [OFFICIAL.window_kv.decode(window, 512), OFFICIAL.main_kv.decode(pool, 512)[::-1]]
+    )
+    want = OFFICIAL.store(np.where(np.abs(want) < 2.0**-110, 0, want))
+    for name, version in versions().items():
+        got = version(*moved(cupy, arguments), OFFICIAL).get()
+        got = np.where(np.abs(got) < 2.0**-110, 0, got)
+        assert_same(name, got[:, 0] + 0, want + 0)
+        assert_same(name, got[:, 63] + 0, want + 0)
+
+
+@pytest.mark.gpu
+def test_a_row_past_the_end_is_named_and_gives_nan_to_its_query_only(cupy):  # noqa: F811
+    from dsv41_kernels.errors import deferred_errors
+
+    arguments = moved(cupy, inputs())
+    arguments[4][1, 5] = 600
+    message = r"window_rows: row 600 of 600 records at \(1, 5\)"
+    for name, version in versions().items():
+        with pytest.raises(ValueError, match=message), deferred_errors():
+            got = version(*arguments, OFFICIAL).get()
+        assert np.isnan(got[1]).all(), name
+        assert not np.isnan(got[[0, 2]]).any(), name
+
+
+@pytest.mark.gpu
+def test_records_beyond_two_gigabytes(cupy):  # noqa: F811
+    q, positions, freqs, window, near, pool, far, sink = inputs()
+    many = (1 << 31) // 288 + 1000
+    large = cupy.zeros((many, 288), cupy.uint8)
+    large[-600:] = cupy.asarray(pool)
+    moved = np.where(far < 0, -1, far + many - 600)
+    head, tail = moved(cupy, (q, positions, freqs, window, near)), cupy.asarray(sink)
+    want = rope_sparse_attn(*head, *moved(cupy, (pool, far)), tail, OFFICIAL).get()
+    got = rope_sparse_attn(*head, large, cupy.asarray(moved), tail, OFFICIAL).get()
+    assert_same("o", got, want)
