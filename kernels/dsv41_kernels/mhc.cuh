@@ -2,6 +2,7 @@
 // matrix, and its gradient. S, the number of streams, is a macro; MIX = S * (S + 2) numbers mix one
 // token, and SUMS = 32 slots hold them and the sum of squares behind them (S <= 4).
 #pragma once
+#include "ptx.cuh"
 
 #ifndef ROUND
 #define ROUND 0
@@ -37,13 +38,6 @@ __device__ __forceinline__ Stored save(float x) { return stored(x); }
 __device__ __forceinline__ float sigmoid(float x) {
   float decay = expf(-fabsf(x));
   return (x >= 0.f ? 1.f : decay) / (1.f + decay);
-}
-
-// 1 / x with an error of one unit in the last place.
-__device__ __forceinline__ float reciprocal(float x) {
-  float out;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
 }
 
 // 32 sums over the warp in 31 exchanges: at every step a lane keeps the half of the values that its
@@ -87,7 +81,7 @@ __device__ __forceinline__ void scale_lines(const float (&k)[S][S], float (&mine
     float sum = 0.f;
 #pragma unroll
     for (int at = 0; at < S; ++at) sum += (columns ? k[at][line] : k[line][at]) * other[at];
-    factor[line] = reciprocal(sum * mine[line] + eps);
+    factor[line] = rcp_approx(sum * mine[line] + eps);
     mine[line] *= factor[line];
   }
 }
@@ -213,11 +207,4 @@ __device__ __forceinline__ unsigned fp8_scale(float amax) {
 }
 __device__ __forceinline__ float fp8_inverse(unsigned scale) {
   return __uint_as_float((254u - scale) << 23);
-}
-
-// Two E4M3 codes, nearest even, saturating; the first in the low byte.
-__device__ __forceinline__ unsigned fp8_pair(float low, float high) {
-  unsigned short out;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
-  return out;
 }

@@ -40,7 +40,7 @@ __device__ __forceinline__ void put_x(float value, void* out, long long row, int
   if (c >= width) return;
   unsigned scale = fp8_scale(amax);
   unsigned char* record = static_cast<unsigned char*>(out) + row * (width + width / 32);
-  record[c] = fp8_pair(value * fp8_inverse(scale), 0.f);
+  record[c] = e4m3x2(value * fp8_inverse(scale), 0.f);
   if (c % 32 == 0) record[width + c / 32] = scale;
 }
 

@@ -18,6 +18,7 @@
 //   bytes a token, bf16: 20 D through memory; 26 * 4 * HALVES of sums and 2 D of collapsed row stay
 //   in L2. fn: 8 D (thin) or 2 * 96 D of products a token (wide) that would be 384 D from L2 in v3.
 #pragma once
+#include "../tensor.cuh"
 
 constexpr int WIDTH = 32 * UNITS * HALVES;
 constexpr int SLICES = HALVES / 2;
@@ -33,32 +34,16 @@ __device__ __forceinline__ float reciprocal_root(float square, float eps) {
   return 1.f / sqrtf(square / WIDTH + eps);
 }
 
-// Two bf16 in a word, nearest even; the first in the low half.
-__device__ __forceinline__ unsigned bf16_pair(float low, float high) {
-  unsigned out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
+// The two bf16 of a word.
 __device__ __forceinline__ float low_bf16(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(unsigned pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
-// c (16 x 8) += a (16 x 16) b (16 x 8), bf16 with float32 sums.
-__device__ __forceinline__ void mma_bf16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
-                                         unsigned a3, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// One number from memory to shared memory, behind the thread's back; and the wait for all of them.
+// One number from memory to shared memory, behind the thread's back.
 __device__ __forceinline__ void copy_ahead(float* to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
-                   (unsigned)__cvta_generic_to_shared(to)), "l"(from));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from));
 }
-__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Eight neighbouring channels, as they are stored.
 struct Eight {
@@ -172,7 +157,7 @@ struct Rows {
     }
   }
   __device__ __forceinline__ void wait() const {
-    copies_done();
+    wait_for_copies();
     __syncwarp();
   }
 };
@@ -216,7 +201,7 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
                                      unsigned (&raw)[2][4], Sums& sums, unsigned zero,
                                      const Weights& weights, const Done& done, bool half_full) {
   // row by row, so that only one row's inputs are unpacked at a time
-  unsigned operand[S][2][4] = {};
+  unsigned operand[S][2][4] = {};  // [stream][k-step], in the order of the tensor core
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (r == 1 && half_full) break;
@@ -238,7 +223,7 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
         now[i] = bf16_pair(low, high);
         // trap: stored words and operands want different neighbours among the registers; without
         // this the compiler copies the operands before every product
-        operand[k][r][i] = now[i] ^ zero;
+        operand[k][i / 2][r + i % 2 * 2] = now[i] ^ zero;
         low = low_bf16(now[i]), high = high_bf16(now[i]);
         x[2 * i] = __fmaf_rn(a.pre, low, x[2 * i]);
         x[2 * i + 1] = __fmaf_rn(a.pre, high, x[2 * i + 1]);
@@ -271,11 +256,10 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
     for (int j = 0; j < TILES; ++j) {
       uint4 b[PARTS];
       weights(k, j, b);
-      unsigned(&a)[2][4] = operand[k];
 #pragma unroll
       for (int s = 0; s < PARTS; ++s) {
-        mma_bf16(dot[0][j], a[0][0], a[1][0], a[0][1], a[1][1], b[s].x, b[s].y);
-        mma_bf16(dot[1][j], a[0][2], a[1][2], a[0][3], a[1][3], b[s].z, b[s].w);
+        mma(dot[0][j], operand[k][0], b[s].x, b[s].y);
+        mma(dot[1][j], operand[k][1], b[s].z, b[s].w);
       }
     }
 #pragma unroll
@@ -325,7 +309,7 @@ __device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const floa
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // records are even, not always a multiple of 8
       reinterpret_cast<unsigned short*>(record + c)[i] =
-          fp8_pair(low_bf16(w[i]) * inverse, high_bf16(w[i]) * inverse);
+          e4m3x2(low_bf16(w[i]) * inverse, high_bf16(w[i]) * inverse);
     if (threadIdx.x % 4 == 0) record[WIDTH + c / 32] = scale;
 #else
     if (p.valid(r)) put_eight(static_cast<Stored*>(x) + p.row(r) * WIDTH + c, w);
