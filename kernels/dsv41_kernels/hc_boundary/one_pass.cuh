@@ -42,7 +42,8 @@ __device__ __forceinline__ float high_bf16(unsigned pair) {
 
 // One number from memory to shared memory, behind the thread's back.
 __device__ __forceinline__ void copy_ahead(float* to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
 }
 
 // Eight neighbouring channels, as they are stored.
@@ -469,6 +470,12 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   if (warp == 0) leave(counters + tile, counters + tiles + tile, HALVES);
 }
 
+// trap: registers move inside the pool that the launch gave the block, 168 for each of 384 threads;
+// more would wait for ever.
+constexpr int UNIT_REGISTERS = BF16_STORED ? 216 : 224;
+constexpr int FINISH_REGISTERS = 168 * 3 - 2 * UNIT_REGISTERS;
+constexpr int BATCH = BF16_STORED ? 8 : 4;  // loads in flight of a finishing warp
+
 // A group of four warps gives registers back, or takes more: both are counts a thread.
 template <int count>
 __device__ __forceinline__ void give_registers() {
@@ -538,7 +545,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   __syncthreads();
 
   if (warp >= WARPS) {
-    give_registers<64>();
+    give_registers<FINISH_REGISTERS>();
     int some = warp - WARPS;
     float* matrix = matrices + some * S * S;
     for (int round = 0; round < rounds; ++round) {
@@ -546,14 +553,14 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       long long first = group * (long long)GROUP, slot = (team * RING + round % RING) * (long long)HALVES;
       await(counters + group, SLICES * WARPS);
       int t = some * 16 + lane % 16;
-      float square = ordered_sum<8>(squares + slot * GROUP + t, GROUP);
+      float square = ordered_sum<BATCH>(squares + slot * GROUP + t, GROUP);
       if (lane < 16) roots[round % 2][t] = reciprocal_root(square, norm_eps);
       __threadfence_block();
       __syncwarp();
       if (lane == 0) ready[some] = round + 1;
       const float* from = sums + slot * GROUP * SUMS;
       for (int t = slice + some * SLICES; t < GROUP && first + t < tokens; t += 4 * SLICES) {
-        float total = ordered_sum<8>(from + t * SUMS + lane, GROUP * SUMS);
+        float total = ordered_sum<BATCH>(from + t * SUMS + lane, GROUP * SUMS);
         mix_token(total, first + t, base, scale, pre, post, matrix, norm_eps, eps);
         __syncwarp();
         if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
@@ -564,7 +571,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     return;
   }
 
-  take_registers<224>();
+  take_registers<UNIT_REGISTERS>();
   unsigned zero = __float_as_uint(eps) >> 31;
   const uint4* own = fragments + part * UNITS * S * TILES * PARTS * 32 + lane;
   uint4* left = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
