@@ -193,14 +193,42 @@ __device__ __forceinline__ void split(const float4 (&eight)[2], uint4 (&parts)[P
   }
 }
 
+// `units` units of fn, from channel `start` on, into shared memory in the order in which lanes read
+// them: [unit][stream][tile][part][lane], 16 bytes each, so a warp's reads are 512 neighbouring bytes.
+// Done by `threads` threads, which divide the work, of which the caller is number `thread`.
+template <int units, int threads>
+__device__ __forceinline__ void put_fn(const float* fn, int start, uint4* fragments, int thread) {
+#pragma unroll
+  for (int n = 0; n < units * S * TILES * 32 / threads; ++n) {
+    int i = thread + n * threads, lane = i % 32;
+    int j = i / 32 % TILES, k = i / 32 / TILES % S, u = i / 32 / TILES / S;
+    float4 eight[2];
+    uint4 parts[PARTS];
+    get_fn(fn, k, j, start + u * 32 + lane % 4 * 8, eight);
+    split(eight, parts);
+#pragma unroll
+    for (int s = 0; s < PARTS; ++s) fragments[(i / 32 * PARTS + s) * 32 + lane] = parts[s];
+  }
+}
+
+// The lane's share of stream k and tile j of a unit, from there.
+__device__ __forceinline__ void take_fn(const uint4* unit, int k, int j, uint4 (&parts)[PARTS]) {
+#pragma unroll
+  for (int s = 0; s < PARTS; ++s)
+    parts[s] = unit[((k * TILES + j) * PARTS + s) * 32 + threadIdx.x % 32];
+}
+
+constexpr int UNIT_FRAGMENTS = S * TILES * PARTS * 32;  // uint4 of a unit of fn
+
 // One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
 // weights(k, j, parts) gives the lane's share of stream k and tile j; done(r) is called when the
-// inputs of row r are not needed any more. zero is a 0 that the compiler does not know.
-// With `half_full` the second eight rows do not exist.
-template <class Weights, class Done>
+// inputs of row r are not needed any more, begin() before the first of weights. zero is a 0 that the
+// compiler does not know. With `half_full` the second eight rows do not exist.
+template <class Weights, class Done, class Begin>
 __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Writes& to,
                                      unsigned (&raw)[2][4], Sums& sums, unsigned zero,
-                                     const Weights& weights, const Done& done, bool half_full) {
+                                     const Weights& weights, const Done& done, const Begin& begin,
+                                     bool half_full) {
   // row by row, so that only one row's inputs are unpacked at a time
   unsigned operand[S][2][4] = {};  // [stream][k-step], in the order of the tensor core
 #pragma unroll
@@ -250,6 +278,7 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
     sums.square[r] += square;
     sums.collapsed[r] += collapsed;
   }
+  begin();
   float dot[2][TILES][4] = {};  // two chains of products a tile: one alone would wait for itself
 #pragma unroll
   for (int k = 0; k < S; ++k)
@@ -394,15 +423,20 @@ __device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned 
 
 // ---- small launches ---------------------------------------------------------------------------
 
-// A block takes one half of 16 tokens, a warp one unit; one more warp makes the coefficients.
+// A block takes one half of 16 tokens, two warps one unit: one updates the streams and multiplies, the
+// other splits fn meanwhile. One more warp makes the coefficients.
 // sums (tiles, HALVES, 16, SUMS), squares (tiles, HALVES, 16); counters (2, tiles) are zero.
-extern "C" __global__ void __launch_bounds__(32 * (UNITS + 1), 1)
+constexpr int THIN_WARPS = 2 * UNITS + 1;
+
+extern "C" __global__ void __launch_bounds__(32 * THIN_WARPS, 1)
 thin(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
      const float* comb_in, const float* fn, const float* base, const float* scale, const float* norm,
      Stored* out, void* x, float* pre, float* post, float* comb, float* sums, float* squares,
      unsigned* counters, long long tokens, int iterations, float norm_eps, float eps) {
   extern __shared__ uint4 memory[];
-  float(*tables)[16][SUMS] = reinterpret_cast<float(*)[16][SUMS]>(memory);  // [unit]
+  uint4* fragments = memory;  // [UNITS]
+  float(*tables)[16][SUMS] =
+      reinterpret_cast<float(*)[16][SUMS]>(fragments + UNITS * UNIT_FRAGMENTS);  // [unit]
   float(*collapsed)[16] = reinterpret_cast<float(*)[16]>(tables + UNITS);
   float* copies = &collapsed[UNITS][0];  // [UNITS] of S * 16 * 8
   float* matrix = copies + UNITS * S * 16 * 8;
@@ -410,33 +444,31 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   int half = blockIdx.x % HALVES, tile = blockIdx.x / HALVES, tiles = gridDim.x / HALVES;
   long long first = tile * 16ll;
   Place p(first, tokens);
-  int c = (half * UNITS + warp) * 32 + lane % 4 * 8;
+  int start = (half * UNITS + warp % UNITS) * 32, c = start + lane % 4 * 8;
+  uint4* own = fragments + warp % UNITS * UNIT_FRAGMENTS;
   unsigned raw[2][4] = {};
   if (warp < UNITS) {
-    // everything that the unit needs is asked for at once
     Reads from;
     Inputs in;
     Rows rows = {copies + warp * S * 16 * 8};
-    float4 eight[S][TILES][2];
     from.begin(streams, y, p, c);
     in.get(from, 0);
     if (first + 8 < tokens) in.get(from, 1);
     rows.fetch({pre_in, post_in, comb_in}, p);
-#pragma unroll
-    for (int k = 0; k < S; ++k)
-#pragma unroll
-      for (int j = 0; j < TILES; ++j) get_fn(fn, k, j, c, eight[k][j]);
     rows.wait();
-    Sums own = {};
-    unit(in, rows, Writes(out, p, c), raw, own, __float_as_uint(eps) >> 31,
-         [&](int k, int j, uint4(&parts)[PARTS]) { split(eight[k][j], parts); }, [](int) {},
-         first + 8 >= tokens);
-    put_sums(own, &tables[warp][0][0], collapsed[warp]);
+    Sums total = {};
+    auto weights = [&](int k, int j, uint4(&parts)[PARTS]) { take_fn(own, k, j, parts); };
+    unit(in, rows, Writes(out, p, c), raw, total, __float_as_uint(eps) >> 31, weights, [](int) {},
+         [] { __syncthreads(); }, first + 8 >= tokens);
+    put_sums(total, &tables[warp][0][0], collapsed[warp]);
+  } else {
+    if (warp < 2 * UNITS) put_fn<1, 32>(fn, start, own, lane);
+    __syncthreads();
   }
   __syncthreads();
   float* slot = sums + tile * (long long)(HALVES * 16 * SUMS);
   float* slot_squares = squares + tile * (long long)(HALVES * 16);
-  for (int i = threadIdx.x; i < 16 * SUMS; i += 32 * (UNITS + 1)) {
+  for (int i = threadIdx.x; i < 16 * SUMS; i += 32 * THIN_WARPS) {
     float total = 0.f;
     for (int u = 0; u < UNITS; ++u) total += i % SUMS <= MIX ? tables[u][i / SUMS][i % SUMS] : 0.f;
     slot[half * 16 * SUMS + i] = total;
@@ -452,7 +484,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     await(counters + tile, HALVES);
   }
   __syncthreads();
-  if (warp == UNITS) {
+  if (warp == 2 * UNITS) {
     for (int t = half; t < 16 && first + t < tokens; t += HALVES) {
       float total = ordered_sum<32>(slot + t * SUMS + lane, 16 * SUMS);
       mix_token(total, first + t, base, scale, pre, post, matrix, norm_eps, eps);
@@ -460,7 +492,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
       __syncwarp();
     }
-  } else {
+  } else if (warp < UNITS) {
     float root[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
@@ -488,23 +520,6 @@ __device__ __forceinline__ void take_registers() {
 
 // ---- large launches ---------------------------------------------------------------------------
 
-constexpr int FRAGMENTS = 2 * UNITS * S * TILES * PARTS * 32;  // uint4 of a slice of fn
-
-// A slice of fn into shared memory, in the order in which lanes read it: [unit][stream][tile][part]
-// [lane], 16 bytes each, so a warp's reads are 512 neighbouring bytes.
-__device__ __forceinline__ void put_slice(const float* fn, int slice, uint4* fragments) {
-#pragma unroll 3
-  for (int i = threadIdx.x; i < 2 * UNITS * S * TILES * 32; i += 32 * WIDE_WARPS) {
-    int lane = i % 32, j = i / 32 % TILES, k = i / 32 / TILES % S, u = i / 32 / TILES / S;
-    float4 eight[2];
-    uint4 parts[PARTS];
-    get_fn(fn, k, j, (slice * 2 * UNITS + u) * 32 + lane % 4 * 8, eight);
-    split(eight, parts);
-#pragma unroll
-    for (int s = 0; s < PARTS; ++s) fragments[(i / 32 * PARTS + s) * 32 + lane] = parts[s];
-  }
-}
-
 // Block b keeps slice b % SLICES of fn and walks over token groups b / SLICES, + teams, ...; a warp
 // takes 16 tokens of a group and one half of the slice. Warps never wait inside a group: a warp
 // leaves its sums, goes on to the next group, and only then normalises the collapsed rows of the
@@ -520,7 +535,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
      float eps) {
   extern __shared__ uint4 memory[];
   uint4* fragments = memory;
-  float(*roots)[GROUP] = reinterpret_cast<float(*)[GROUP]>(fragments + FRAGMENTS);  // [round % 2]
+  float(*roots)[GROUP] = reinterpret_cast<float(*)[GROUP]>(fragments + 2 * UNITS * UNIT_FRAGMENTS);  // [round % 2]
   float* matrices = &roots[2][0];  // 4 of S * S
   float* tables = matrices + 4 * S * S;  // [WARPS] of S * 16 * 8
   volatile int* ready = reinterpret_cast<volatile int*>(tables + WARPS * S * 16 * 8);
@@ -540,7 +555,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     if (AHEAD) in.get(from, 0), in.get(from, 1);
     rows.fetch(old, place(0));
   }
-  put_slice(fn, slice, fragments);
+  put_fn<2 * UNITS, 32 * WIDE_WARPS>(fn, slice * 2 * UNITS * 32, fragments, threadIdx.x);
   if (threadIdx.x < 4) ready[threadIdx.x] = 0;
   __syncthreads();
 
@@ -573,7 +588,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 
   take_registers<UNIT_REGISTERS>();
   unsigned zero = __float_as_uint(eps) >> 31;
-  const uint4* own = fragments + part * UNITS * S * TILES * PARTS * 32 + lane;
+  const uint4* own = fragments + part * UNITS * UNIT_FRAGMENTS;
   uint4* left = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
   constexpr long long NEXT = WARPS * UNITS * 2 * 32;  // from round to round
   for (int round = 0; round <= rounds; ++round) {
@@ -588,14 +603,13 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
         bool more = u + 1 < UNITS || round + 1 < rounds;
         if (u + 1 == UNITS && more) from.begin(streams, y, place(round + 1), c);
         auto weights = [&](int k, int j, uint4(&parts)[PARTS]) {
-#pragma unroll
-          for (int s = 0; s < PARTS; ++s) parts[s] = own[(((u * S + k) * TILES + j) * PARTS + s) * 32];
+          take_fn(own + u * UNIT_FRAGMENTS, k, j, parts);
         };
         auto next = [&](int r) {  // a row's registers take the next unit's numbers at once
           if (AHEAD && more) in.get(from, r);
         };
         unsigned raw[2][4];
-        unit(in, rows, to, raw, total, zero, weights, next, false);
+        unit(in, rows, to, raw, total, zero, weights, next, [] {}, false);
         to.step();
 #pragma unroll
         for (int r = 0; r < 2; ++r)
