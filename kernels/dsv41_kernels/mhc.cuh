@@ -75,7 +75,8 @@ __device__ __forceinline__ void softmax_rows(float (&b)[S][S]) {
 // rounding errors of a pass are divided out by the next one instead of adding up.
 template <bool columns>
 __device__ __forceinline__ void scale_lines(const float (&k)[S][S], float (&mine)[S],
-                                            const float (&other)[S], float (&factor)[S], float eps) {
+                                            const float (&other)[S], float (&factor)[S],
+                                            float eps) {
 #pragma unroll
   for (int line = 0; line < S; ++line) {
     float sum = 0.f;
@@ -97,7 +98,7 @@ __device__ __forceinline__ void sinkhorn_scales(const float (&k)[S][S], float (&
   }
 }
 
-// logits in b -> the nearly doubly stochastic matrix in b; `iterations` passes over rows and columns.
+// logits in b -> the nearly doubly stochastic matrix in b, after `iterations` passes each way.
 __device__ __forceinline__ void sinkhorn_matrix(float (&b)[S][S], int iterations, float eps) {
   float row[S], column[S], factor[S];
   softmax_rows(b);
@@ -119,7 +120,8 @@ template <class Number>
 struct Mixing {
   Number *pre, *post, *comb;  // (T, S), (T, S), (T, S, S)
   __device__ __forceinline__ Number* at(long long t, int m) const {
-    return m < S ? pre + t * S + m : m < 2 * S ? post + t * S + m - S : comb + t * S * S + m - 2 * S;
+    if (m < S) return pre + t * S + m;
+    return m < 2 * S ? post + t * S + m - S : comb + t * S * S + m - 2 * S;
   }
 };
 
@@ -163,8 +165,9 @@ __device__ __forceinline__ void undo_pass(float (&d)[S][S], const float (&k)[S][
 }
 
 // d, the gradient by the result of sinkhorn_matrix, becomes that by its logits. The passes are made
-// again and their 2 * PASSES * S factors kept, in local memory; then each is undone, last one first.
-__device__ __forceinline__ void sinkhorn_gradient(float (&d)[S][S], float (&soft)[S][S], float eps) {
+// again and their 2 * PASSES * S factors kept, in local memory; then each is undone, last first.
+__device__ __forceinline__ void sinkhorn_gradient(float (&d)[S][S], float (&soft)[S][S],
+                                                  float eps) {
   float k[S][S], row[S], column[S], factor[PASSES][S], scaled[PASSES + 2][S];
   softmax_rows(soft);
 #pragma unroll

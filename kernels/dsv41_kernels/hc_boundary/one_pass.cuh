@@ -8,8 +8,8 @@
 //   total  the HALVES sums in order, by one warp, after all blocks of a token group have arrived
 //
 // New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
-// together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16, then
-// its sums are added in float32: the tensor core's own rounding never runs over more than 64.
+// together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16,
+// then its sums are added in float32: the tensor core's own rounding never runs over more than 64.
 //
 // The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, one block a
 // half and 16 tokens) and in a large one (`wide`, one block a slice of two halves, walking over
@@ -92,11 +92,12 @@ struct Place {
   __device__ __forceinline__ bool valid(int r) const { return first + 8 * r <= last; }
 };
 
-// Where the lane reads its next unit, and where it writes: pointers that step by 32 channels, so that
-// a unit's addresses are constants behind them.
+// Where the lane reads its next unit, and where it writes: pointers that step by 32 channels, so
+// that a unit's addresses are constants behind them.
 struct Reads {
   const Stored *streams[2], *y[2];
-  __device__ __forceinline__ void begin(const Stored* x, const Stored* more, const Place& p, int c) {
+  __device__ __forceinline__ void begin(const Stored* x, const Stored* more, const Place& p,
+                                        int c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       streams[r] = x + p.row(r) * S * WIDTH + c;
@@ -154,7 +155,8 @@ struct Rows {
       copy_ahead(to + (h + i) * 128 + S, from.post + t * S + h + i);
       copy_ahead(to + (h + i) * 128 + S + 1, from.pre + t * S + h + i);
 #pragma unroll
-      for (int k = 0; k < S; ++k) copy_ahead(to + k * 128 + h + i, from.comb + (t * S + h + i) * S + k);
+      for (int k = 0; k < S; ++k)
+        copy_ahead(to + k * 128 + h + i, from.comb + (t * S + h + i) * S + k);
     }
   }
   __device__ __forceinline__ void wait() const {
@@ -194,7 +196,7 @@ __device__ __forceinline__ void split(const float4 (&eight)[2], uint4 (&parts)[P
 }
 
 // `units` units of fn, from channel `start` on, into shared memory in the order in which lanes read
-// them: [unit][stream][tile][part][lane], 16 bytes each, so a warp's reads are 512 neighbouring bytes.
+// them: [unit][stream][tile][part][lane], 16 bytes each; a warp's reads are 512 neighbouring bytes.
 // Done by `threads` threads, which divide the work, of which the caller is number `thread`.
 template <int units, int threads>
 __device__ __forceinline__ void put_fn(const float* fn, int start, uint4* fragments, int thread) {
@@ -222,8 +224,8 @@ constexpr int UNIT_FRAGMENTS = S * TILES * PARTS * 32;  // uint4 of a unit of fn
 
 // One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
 // weights(k, j, parts) gives the lane's share of stream k and tile j; done(r) is called when the
-// inputs of row r are not needed any more, begin() before the first of weights. zero is a 0 that the
-// compiler does not know. With `half_full` the second eight rows do not exist.
+// inputs of row r are not needed any more, begin() before the first of weights. zero is a 0 that
+// the compiler does not know. With `half_full` the second eight rows do not exist.
 template <class Weights, class Done, class Begin>
 __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Writes& to,
                                      unsigned (&raw)[2][4], Sums& sums, unsigned zero,
@@ -368,7 +370,8 @@ __device__ __forceinline__ float ordered_sum(const float* at, int stride) {
 // One token, a lane a number: pre and post leave at once; the softmax rows of comb, plus eps, wait
 // in `matrix` (S * S) for the thread that scales them.
 __device__ __forceinline__ void mix_token(float total, long long t, const float* base,
-                                          const float* scale, float* pre, float* post, float* matrix,
+                                          const float* scale, float* pre, float* post,
+                                          float* matrix,
                                           float norm_eps, float eps) {
   int m = threadIdx.x % 32, set = m < 2 * S ? m / S : 2;
   float rms = sqrtf(__shfl_sync(~0u, total, MIX) / (S * WIDTH) + norm_eps);
@@ -423,15 +426,16 @@ __device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned 
 
 // ---- small launches ---------------------------------------------------------------------------
 
-// A block takes one half of 16 tokens, two warps one unit: one updates the streams and multiplies, the
-// other splits fn meanwhile. One more warp makes the coefficients.
+// A block takes one half of 16 tokens, two warps one unit: one updates the streams and multiplies,
+// the other splits fn meanwhile. One more warp makes the coefficients.
 // sums (tiles, HALVES, 16, SUMS), squares (tiles, HALVES, 16); counters (2, tiles) are zero.
 constexpr int THIN_WARPS = 2 * UNITS + 1;
 
 extern "C" __global__ void __launch_bounds__(32 * THIN_WARPS, 1)
 thin(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
-     const float* comb_in, const float* fn, const float* base, const float* scale, const float* norm,
-     Stored* out, void* x, float* pre, float* post, float* comb, float* sums, float* squares,
+     const float* comb_in, const float* fn, const float* base, const float* scale,
+     const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, float* sums,
+     float* squares,
      unsigned* counters, long long tokens, int iterations, float norm_eps, float eps) {
   extern __shared__ uint4 memory[];
   uint4* fragments = memory;  // [UNITS]
@@ -529,13 +533,15 @@ __device__ __forceinline__ void take_registers() {
 // (blocks, 2, WARPS, UNITS, 2, 32) uint4: own rows of two rounds; counters (2, groups) are zero.
 extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS, 1)
 wide(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
-     const float* comb_in, const float* fn, const float* base, const float* scale, const float* norm,
-     Stored* out, void* x, float* pre, float* post, float* comb, float* sums, float* squares,
+     const float* comb_in, const float* fn, const float* base, const float* scale,
+     const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, float* sums,
+     float* squares,
      uint4* collapsed, unsigned* counters, long long tokens, int iterations, float norm_eps,
      float eps) {
   extern __shared__ uint4 memory[];
   uint4* fragments = memory;
-  float(*roots)[GROUP] = reinterpret_cast<float(*)[GROUP]>(fragments + 2 * UNITS * UNIT_FRAGMENTS);  // [round % 2]
+  float(*roots)[GROUP] =  // [round % 2]
+      reinterpret_cast<float(*)[GROUP]>(fragments + 2 * UNITS * UNIT_FRAGMENTS);
   float* matrices = &roots[2][0];  // 4 of S * S
   float* tables = matrices + 4 * S * S;  // [WARPS] of S * 16 * 8
   volatile int* ready = reinterpret_cast<volatile int*>(tables + WARPS * S * 16 * 8);
@@ -565,7 +571,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     float* matrix = matrices + some * S * S;
     for (int round = 0; round < rounds; ++round) {
       int group = team + round * teams;
-      long long first = group * (long long)GROUP, slot = (team * RING + round % RING) * (long long)HALVES;
+      long long first = group * (long long)GROUP;
+      long long slot = (team * RING + round % RING) * (long long)HALVES;
       await(counters + group, SLICES * WARPS);
       int t = some * 16 + lane % 16;
       float square = ordered_sum<BATCH>(squares + slot * GROUP + t, GROUP);
@@ -616,7 +623,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
           left[round % 2 * NEXT + (u * 2 + r) * 32] =
               make_uint4(raw[r][0], raw[r][1], raw[r][2], raw[r][3]);
       }
-      long long slot = ((team * RING + round % RING) * (long long)HALVES + slice * 2 + part) * GROUP;
+      long long slot = (team * RING + round % RING) * (long long)HALVES + slice * 2 + part;
+      slot *= GROUP;
       put_sums(total, sums + (slot + tile * 16) * SUMS, squares + slot + tile * 16);
       arrive(counters + team + round * teams);
       if (round + 1 < rounds) rows.fetch(old, place(round + 1));
