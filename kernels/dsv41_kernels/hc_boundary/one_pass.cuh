@@ -15,8 +15,9 @@
 // half and 16 tokens) and in a large one (`wide`, one block a slice of two halves, walking over
 // groups of 64 tokens). Blocks wait for one another, so a launch never has more than fit at once.
 //
-//   bytes a token, bf16: 20 D through memory; 26 * 4 * HALVES of sums and 2 D of collapsed row stay
-//   in L2. fn: 8 D (thin) or 2 * 96 D of products a token (wide) that would be 384 D from L2 in v3.
+// Bytes a token, bf16: 20 D through memory; 108 * HALVES of sums and 4 D of the collapsed row stay in
+// L2. fn, 384 D bytes, is read for every 16 tokens (thin) or once a launch and team (wide), where v3
+// reads it for every 4 tokens.
 #pragma once
 #include "../tensor.cuh"
 
@@ -435,8 +436,8 @@ extern "C" __global__ void __launch_bounds__(32 * THIN_WARPS, 1)
 thin(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
      const float* comb_in, const float* fn, const float* base, const float* scale,
      const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, float* sums,
-     float* squares,
-     unsigned* counters, long long tokens, int iterations, float norm_eps, float eps) {
+     float* squares, unsigned* counters, long long tokens, int iterations, float norm_eps,
+     float eps) {
   extern __shared__ uint4 memory[];
   uint4* fragments = memory;  // [UNITS]
   float(*tables)[16][SUMS] =
@@ -535,9 +536,8 @@ extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS, 1)
 wide(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
      const float* comb_in, const float* fn, const float* base, const float* scale,
      const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, float* sums,
-     float* squares,
-     uint4* collapsed, unsigned* counters, long long tokens, int iterations, float norm_eps,
-     float eps) {
+     float* squares, uint4* collapsed, unsigned* counters, long long tokens, int iterations,
+     float norm_eps, float eps) {
   extern __shared__ uint4 memory[];
   uint4* fragments = memory;
   float(*roots)[GROUP] =  // [round % 2]
