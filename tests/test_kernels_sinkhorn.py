@@ -30,12 +30,15 @@ for size in (1, 2, 4):
             assert got.dtype == np.float32 and got.shape == want.shape
             worst = np.abs(got - want).max(initial=0)
             assert worst < 1e-6, (size, iterations, worst)
-for wrong in (np.zeros((2, 3), np.float32), np.zeros((4, 4)), np.zeros(4, np.float32)):
+wrongs = {"expected shape (..., S, S), got (2, 3)": np.zeros((2, 3), np.float32),
+          "expected float32, got float64": np.zeros((4, 4)),
+          "expected shape (..., S, S), got (4,)": np.zeros(4, np.float32)}
+for message, wrong in wrongs.items():
     try:
         with use("numba"):
             sinkhorn(wrong, 20, 1e-6)
-    except ValueError as error:
-        assert str(error).startswith("logits: expected float32 (..., S, S)"), error
+    except (TypeError, ValueError) as error:
+        assert str(error) == f"logits: {message}", error
     else:
         raise AssertionError(f"{wrong.dtype} {wrong.shape} was accepted")
 print("simulated")

@@ -2,6 +2,7 @@
 // matrix, and its gradient. S, the number of streams, is a macro; MIX = S * (S + 2) numbers mix one
 // token, and SUMS = 32 slots hold them and the sum of squares behind them (S <= 4).
 #pragma once
+#include "ptx.cuh"
 
 #ifndef ROUND
 #define ROUND 0
@@ -39,13 +40,6 @@ __device__ __forceinline__ float sigmoid(float x) {
   return (x >= 0.f ? 1.f : decay) / (1.f + decay);
 }
 
-// 1 / x with an error of one unit in the last place.
-__device__ __forceinline__ float reciprocal(float x) {
-  float out;
-  asm("rcp.approx.ftz.f32 %0, %1;" : "=f"(out) : "f"(x));
-  return out;
-}
-
 // 32 sums over the warp in 31 exchanges: at every step a lane keeps the half of the values that its
 // own number points to and gives the other half away. Lane l returns the total of v[l]; the order
 // of additions is the same in every launch.
@@ -81,13 +75,14 @@ __device__ __forceinline__ void softmax_rows(float (&b)[S][S]) {
 // rounding errors of a pass are divided out by the next one instead of adding up.
 template <bool columns>
 __device__ __forceinline__ void scale_lines(const float (&k)[S][S], float (&mine)[S],
-                                            const float (&other)[S], float (&factor)[S], float eps) {
+                                            const float (&other)[S], float (&factor)[S],
+                                            float eps) {
 #pragma unroll
   for (int line = 0; line < S; ++line) {
     float sum = 0.f;
 #pragma unroll
     for (int at = 0; at < S; ++at) sum += (columns ? k[at][line] : k[line][at]) * other[at];
-    factor[line] = reciprocal(sum * mine[line] + eps);
+    factor[line] = rcp_approx(sum * mine[line] + eps);
     mine[line] *= factor[line];
   }
 }
@@ -103,7 +98,7 @@ __device__ __forceinline__ void sinkhorn_scales(const float (&k)[S][S], float (&
   }
 }
 
-// logits in b -> the nearly doubly stochastic matrix in b; `iterations` passes over rows and columns.
+// logits in b -> the nearly doubly stochastic matrix in b, after `iterations` passes each way.
 __device__ __forceinline__ void sinkhorn_matrix(float (&b)[S][S], int iterations, float eps) {
   float row[S], column[S], factor[S];
   softmax_rows(b);
@@ -125,7 +120,8 @@ template <class Number>
 struct Mixing {
   Number *pre, *post, *comb;  // (T, S), (T, S), (T, S, S)
   __device__ __forceinline__ Number* at(long long t, int m) const {
-    return m < S ? pre + t * S + m : m < 2 * S ? post + t * S + m - S : comb + t * S * S + m - 2 * S;
+    if (m < S) return pre + t * S + m;
+    return m < 2 * S ? post + t * S + m - S : comb + t * S * S + m - 2 * S;
   }
 };
 
@@ -169,8 +165,9 @@ __device__ __forceinline__ void undo_pass(float (&d)[S][S], const float (&k)[S][
 }
 
 // d, the gradient by the result of sinkhorn_matrix, becomes that by its logits. The passes are made
-// again and their 2 * PASSES * S factors kept, in local memory; then each is undone, last one first.
-__device__ __forceinline__ void sinkhorn_gradient(float (&d)[S][S], float (&soft)[S][S], float eps) {
+// again and their 2 * PASSES * S factors kept, in local memory; then each is undone, last first.
+__device__ __forceinline__ void sinkhorn_gradient(float (&d)[S][S], float (&soft)[S][S],
+                                                  float eps) {
   float k[S][S], row[S], column[S], factor[PASSES][S], scaled[PASSES + 2][S];
   softmax_rows(soft);
 #pragma unroll
@@ -213,11 +210,4 @@ __device__ __forceinline__ unsigned fp8_scale(float amax) {
 }
 __device__ __forceinline__ float fp8_inverse(unsigned scale) {
   return __uint_as_float((254u - scale) << 23);
-}
-
-// Two E4M3 codes, nearest even, saturating; the first in the low byte.
-__device__ __forceinline__ unsigned fp8_pair(float low, float high) {
-  unsigned short out;
-  asm("cvt.rn.satfinite.e4m3x2.f32 %0, %1, %2;" : "=h"(out) : "f"(high), "f"(low));
-  return out;
 }

@@ -17,6 +17,7 @@ from ..launch import grid, kernel
 PIECE, SUMS, TOKENS = 512, 32, 16  # of hc_coefficients/kernel.cu
 ROWS, THREADS = 4, 256  # of kernel.cu
 GROUP, RING, WARPS, WIDE_WARPS = 64, 5, 8, 12  # of one_pass.cuh
+UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory
 VERSIONS = ("v1", "v2", "v3", "v4")
 NAMES = ("streams", "y", "pre", "post", "comb", "fn", "base", "scale", "norm")
 
@@ -163,10 +164,10 @@ def _thin(arguments, tokens, count, halves, config, macros):
     tiles = -(-tokens // 16)
     sums = cupy.empty((tiles, halves, 16, SUMS), cupy.float32)
     squares = cupy.empty((tiles, halves, 16), cupy.float32)
-    shared = 4 * (count * 16 * (SUMS + 1 + 4 * 8) + 16)
+    shared = count * UNIT_BYTES + 4 * (count * 16 * (SUMS + 1 + 4 * 8) + 16)
     arguments = (*arguments, sums, squares, counters(tiles), np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "thin", shared=shared, **macros)
-    return run, (tiles * halves,), (32 * (count + 1),), arguments, shared
+    return run, (tiles * halves,), (32 * (2 * count + 1),), arguments, shared
 
 
 def _wide(arguments, tokens, count, halves, config, macros):
@@ -175,8 +176,7 @@ def _wide(arguments, tokens, count, halves, config, macros):
     sums = cupy.empty((teams, RING, halves, GROUP, SUMS), cupy.float32)
     squares = cupy.empty((teams, RING, halves, GROUP), cupy.float32)
     collapsed = cupy.empty((teams * slices, 2, WARPS, count, 2, 32, 4), cupy.uint32)
-    fragments = 2 * count * 4 * 3 * 3 * 32 * 16
-    shared = fragments + 4 * (2 * GROUP + 4 * 16 + WARPS * 4 * 16 * 8 + 4)
+    shared = 2 * count * UNIT_BYTES + 4 * (2 * GROUP + 4 * 16 + WARPS * 4 * 16 * 8 + 4)
     scratch = sums, squares, collapsed, counters(groups)
     arguments = (*arguments, *scratch, np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "wide", shared=shared, **macros)

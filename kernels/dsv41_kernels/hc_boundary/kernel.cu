@@ -2,16 +2,17 @@
 //
 //   streams (T, S, D), y (T, D) Stored; pre, post (T, S), comb (T, S, S) f32 of the old sublayer;
 //   fn (MIX, S * D), base (MIX), scale (3), norm (D) f32 of the new one
-//   -> new streams (T, S, D), x (T, D) Stored or, with FP8, records (T, D + D / 32) of E4M3 codes and
-//      E8M0 scales; pre, post (T, S), comb (T, S, S) f32
+//   -> new streams (T, S, D), x (T, D) Stored or, with FP8, records (T, D + D / 32) of E4M3 codes
+//      and E8M0 scales; pre, post (T, S), comb (T, S, S) f32
 //
-// Stored is bf16 or float32 (../mhc.cuh). Rounding points: new streams once, the collapsed row once,
-// the normalised row once; coefficients never. Numbers through memory, for a token:
+// Stored is bf16 or float32 (../mhc.cuh). Rounding points: new streams once, the collapsed row
+// once, the normalised row once; coefficients never. Numbers through memory, for a token:
 //
-//   v1  a kernel a step: update (2n + 1) d, coefficients n d, collapse (n + 1) d, norm 2 d  (4n + 4) d
-//   v2  update (2n + 1) d, then everything that reads the new streams (n + 1) d             (3n + 2) d
-//   v3  one pass: the new streams are still in registers when they are read                 (2n + 2) d
-//   v4  one pass, whose 24 dot products run on tensor cores; one_pass.cuh                   (2n + 2) d
+//   v1  a kernel a step: update (2n + 1) d, coefficients n d, collapse (n + 1) d, norm 2 d
+//                                                                                     (4n + 4) d
+//   v2  update (2n + 1) d, then everything that reads the new streams (n + 1) d          (3n + 2) d
+//   v3  one pass: the new streams are still in registers when they are read              (2n + 2) d
+//   v4  one pass, whose 24 dot products run on tensor cores; one_pass.cuh                (2n + 2) d
 //
 // v1 launches hc_update, hc_coefficients and hc_collapse, then `normalise` here.
 // build: sm_90a S=4 ROUND=1 BF16_STORED=1 UNITS=5 HALVES=32 FP8=1
@@ -26,8 +27,8 @@
 constexpr int THREADS = 256;
 constexpr int ROWS = 4;  // tokens of a block in v2 and v3: every number of fn serves all of them
 
-// Column c of the normalised row: x * r * norm, stored, or as the E4M3 code of its group of 32, which
-// is the warp. All 32 lanes call this.
+// Column c of the normalised row: x * r * norm, stored, or as the E4M3 code of its group of 32,
+// which is the warp. All 32 lanes call this.
 __device__ __forceinline__ void put_x(float value, void* out, long long row, int c, int width) {
   if (!FP8) {
     if (c < width) static_cast<Stored*>(out)[row * width + c] = save(value);
@@ -40,7 +41,7 @@ __device__ __forceinline__ void put_x(float value, void* out, long long row, int
   if (c >= width) return;
   unsigned scale = fp8_scale(amax);
   unsigned char* record = static_cast<unsigned char*>(out) + row * (width + width / 32);
-  record[c] = fp8_pair(value * fp8_inverse(scale), 0.f);
+  record[c] = e4m3x2(value * fp8_inverse(scale), 0.f);
   if (c % 32 == 0) record[width + c / 32] = scale;
 }
 
@@ -72,8 +73,9 @@ normalise(const Stored* x, const float* norm, void* out, int width, float norm_e
 // streams. What a row needs to the end, the collapsed row and its sums, stays in shared memory.
 // fn is 2 MB and every block reads all of it from L2: 0.5 MB a token, which is what v4 is about.
 template <bool update>
-__device__ __forceinline__ void whole_rows(const Stored* streams, const Stored* y, Mixing<const float> old,
-                                           const float* fn, const float* base, const float* scale,
+__device__ __forceinline__ void whole_rows(const Stored* streams, const Stored* y,
+                                           Mixing<const float> old, const float* fn,
+                                           const float* base, const float* scale,
                                            const float* norm, Stored* out, void* x,
                                            Mixing<float> mixing, long long tokens, int width,
                                            int iterations, float norm_eps, float eps) {
@@ -146,9 +148,9 @@ __device__ __forceinline__ void whole_rows(const Stored* streams, const Stored* 
 
 extern "C" __global__ void __launch_bounds__(THREADS)
 enter(const Stored* streams, const float* pre_in, const float* post_in, const float* comb_in,
-      const float* fn, const float* base, const float* scale, const float* norm, void* x, float* pre,
-      float* post, float* comb, long long tokens, int width, int iterations, float norm_eps,
-      float eps) {
+      const float* fn, const float* base, const float* scale, const float* norm, void* x,
+      float* pre, float* post, float* comb, long long tokens, int width, int iterations,
+      float norm_eps, float eps) {
   whole_rows<false>(streams, nullptr, {pre_in, post_in, comb_in}, fn, base, scale, norm, nullptr, x,
                     {pre, post, comb}, tokens, width, iterations, norm_eps, eps);
 }

@@ -8,57 +8,44 @@
 //   total  the HALVES sums in order, by one warp, after all blocks of a token group have arrived
 //
 // New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
-// together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16, then
-// its sums are added in float32: the tensor core's own rounding never runs over more than 128.
+// together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16,
+// then its sums are added in float32: the tensor core's own rounding never runs over more than 64.
 //
 // The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, one block a
 // half and 16 tokens) and in a large one (`wide`, one block a slice of two halves, walking over
 // groups of 64 tokens). Blocks wait for one another, so a launch never has more than fit at once.
 //
-//   bytes a token, bf16: 20 D through memory; 26 * 4 * HALVES of sums and 2 D of collapsed row stay
-//   in L2. fn: 8 D (thin) or 2 * 96 D of products a token (wide) that would be 384 D from L2 in v3.
+// Bytes a token, bf16: 20 D through memory; 108 * HALVES of sums and 4 D of the collapsed row stay in
+// L2. fn, 384 D bytes, is read for every 16 tokens (thin) or once a launch and team (wide), where v3
+// reads it for every 4 tokens.
 #pragma once
+#include "../tensor.cuh"
 
 constexpr int WIDTH = 32 * UNITS * HALVES;
 constexpr int SLICES = HALVES / 2;
 constexpr int PARTS = 3;   // bf16 summands of a number of fn
 constexpr int TILES = 3;   // MIX = 24 outputs in tiles of 8
 constexpr int GROUP = 64;  // tokens of a wide block's round
-constexpr bool AHEAD = BF16_STORED;  // a warp loads the next unit before it works on this one
+constexpr bool AHEAD = BF16_STORED;  // registers are enough to load the next unit during this one
 constexpr int RING = 5;    // rounds whose sums may be in use at once
 constexpr int WARPS = 8;   // of a wide block that take units: 4 token tiles x 2 halves
-constexpr int WIDE_WARPS = 12;  // and a group of 4, of which one finishes tokens; registers move in groups
+constexpr int WIDE_WARPS = 12;  // and 4 that finish tokens; registers are moved between groups of 4
 
 __device__ __forceinline__ float reciprocal_root(float square, float eps) {
   return 1.f / sqrtf(square / WIDTH + eps);
 }
 
-// Two bf16 in a word, nearest even; the first in the low half.
-__device__ __forceinline__ unsigned bf16_pair(float low, float high) {
-  unsigned out;
-  asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(out) : "f"(high), "f"(low));
-  return out;
-}
+// The two bf16 of a word.
 __device__ __forceinline__ float low_bf16(unsigned pair) { return __uint_as_float(pair << 16); }
 __device__ __forceinline__ float high_bf16(unsigned pair) {
   return __uint_as_float(pair & 0xffff0000u);
 }
 
-// c (16 x 8) += a (16 x 16) b (16 x 8), bf16 with float32 sums.
-__device__ __forceinline__ void mma_bf16(float (&c)[4], unsigned a0, unsigned a1, unsigned a2,
-                                         unsigned a3, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k16.row.col.f32.bf16.bf16.f32 {%0,%1,%2,%3}, {%4,%5,%6,%7}, {%8,%9}, "
-      "{%0,%1,%2,%3};"
-      : "+f"(c[0]), "+f"(c[1]), "+f"(c[2]), "+f"(c[3])
-      : "r"(a0), "r"(a1), "r"(a2), "r"(a3), "r"(b0), "r"(b1));
-}
-
-// One number from memory to shared memory, behind the thread's back; and the wait for all of them.
+// One number from memory to shared memory, behind the thread's back.
 __device__ __forceinline__ void copy_ahead(float* to, const float* from) {
-  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(
-                   (unsigned)__cvta_generic_to_shared(to)), "l"(from));
+  asm volatile("cp.async.ca.shared.global [%0], [%1], 4;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
 }
-__device__ __forceinline__ void copies_done() { asm volatile("cp.async.wait_all;" ::: "memory"); }
 
 // Eight neighbouring channels, as they are stored.
 struct Eight {
@@ -106,11 +93,12 @@ struct Place {
   __device__ __forceinline__ bool valid(int r) const { return first + 8 * r <= last; }
 };
 
-// Where the lane reads its next unit, and where it writes: pointers that step by 32 channels, so that
-// a unit's addresses are constants behind them.
+// Where the lane reads its next unit, and where it writes: pointers that step by 32 channels, so
+// that a unit's addresses are constants behind them.
 struct Reads {
   const Stored *streams[2], *y[2];
-  __device__ __forceinline__ void begin(const Stored* x, const Stored* more, const Place& p, int c) {
+  __device__ __forceinline__ void begin(const Stored* x, const Stored* more, const Place& p,
+                                        int c) {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
       streams[r] = x + p.row(r) * S * WIDTH + c;
@@ -135,13 +123,10 @@ struct Writes {
 // What a unit reads.
 struct Inputs {
   Eight x[2][S], y[2];
-  __device__ __forceinline__ void get(const Reads& from) {
+  __device__ __forceinline__ void get(const Reads& from, int r) {
+    y[r].get(from.y[r]);
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      y[r].get(from.y[r]);
-#pragma unroll
-      for (int j = 0; j < S; ++j) x[r][j].get(from.streams[r] + j * WIDTH);
-    }
+    for (int j = 0; j < S; ++j) x[r][j].get(from.streams[r] + j * WIDTH);
   }
 };
 
@@ -171,11 +156,12 @@ struct Rows {
       copy_ahead(to + (h + i) * 128 + S, from.post + t * S + h + i);
       copy_ahead(to + (h + i) * 128 + S + 1, from.pre + t * S + h + i);
 #pragma unroll
-      for (int k = 0; k < S; ++k) copy_ahead(to + k * 128 + h + i, from.comb + (t * S + h + i) * S + k);
+      for (int k = 0; k < S; ++k)
+        copy_ahead(to + k * 128 + h + i, from.comb + (t * S + h + i) * S + k);
     }
   }
   __device__ __forceinline__ void wait() const {
-    copies_done();
+    wait_for_copies();
     __syncwarp();
   }
 };
@@ -210,18 +196,52 @@ __device__ __forceinline__ void split(const float4 (&eight)[2], uint4 (&parts)[P
   }
 }
 
+// `units` units of fn, from channel `start` on, into shared memory in the order in which lanes read
+// them: [unit][stream][tile][part][lane], 16 bytes each; a warp's reads are 512 neighbouring bytes.
+// Done by `threads` threads, which divide the work, of which the caller is number `thread`.
+template <int units, int threads>
+__device__ __forceinline__ void put_fn(const float* fn, int start, uint4* fragments, int thread) {
+#pragma unroll
+  for (int n = 0; n < units * S * TILES * 32 / threads; ++n) {
+    int i = thread + n * threads, lane = i % 32;
+    int j = i / 32 % TILES, k = i / 32 / TILES % S, u = i / 32 / TILES / S;
+    float4 eight[2];
+    uint4 parts[PARTS];
+    get_fn(fn, k, j, start + u * 32 + lane % 4 * 8, eight);
+    split(eight, parts);
+#pragma unroll
+    for (int s = 0; s < PARTS; ++s) fragments[(i / 32 * PARTS + s) * 32 + lane] = parts[s];
+  }
+}
+
+// The lane's share of stream k and tile j of a unit, from there.
+__device__ __forceinline__ void take_fn(const uint4* unit, int k, int j, uint4 (&parts)[PARTS]) {
+#pragma unroll
+  for (int s = 0; s < PARTS; ++s)
+    parts[s] = unit[((k * TILES + j) * PARTS + s) * 32 + threadIdx.x % 32];
+}
+
+constexpr int UNIT_FRAGMENTS = S * TILES * PARTS * 32;  // uint4 of a unit of fn
+
 // One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
-// weights(k, j, parts) gives the lane's share of stream k and tile j.
-template <class Weights>
+// weights(k, j, parts) gives the lane's share of stream k and tile j; done(r) is called when the
+// inputs of row r are not needed any more, begin() before the first of weights. zero is a 0 that
+// the compiler does not know. With `half_full` the second eight rows do not exist.
+template <class Weights, class Done, class Begin>
 __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Writes& to,
-                                     unsigned (&raw)[2][4], Sums& sums, const Weights& weights) {
-  float x[2][8] = {}, square[2] = {}, dot[TILES][4] = {};
+                                     unsigned (&raw)[2][4], Sums& sums, unsigned zero,
+                                     const Weights& weights, const Done& done, const Begin& begin,
+                                     bool half_full) {
+  // row by row, so that only one row's inputs are unpacked at a time
+  unsigned operand[S][2][4] = {};  // [stream][k-step], in the order of the tensor core
 #pragma unroll
-  for (int k = 0; k < S; ++k) {
-    unsigned now[2][4];
+  for (int r = 0; r < 2; ++r) {
+    if (r == 1 && half_full) break;
+    float x[8] = {}, square = 0.f, collapsed = 0.f;
 #pragma unroll
-    for (int r = 0; r < 2; ++r) {
+    for (int k = 0; k < S; ++k) {
       Column a = rows.column(r, k);
+      unsigned now[4];
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         float low = 0.f, high = 0.f;
@@ -232,48 +252,53 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
         }
         low = __fadd_rn(__fmul_rn(a.post, in.y[r].low(i)), low);
         high = __fadd_rn(__fmul_rn(a.post, in.y[r].high(i)), high);
-        now[r][i] = bf16_pair(low, high);
-        low = low_bf16(now[r][i]), high = high_bf16(now[r][i]);
-        x[r][2 * i] = __fmaf_rn(a.pre, low, x[r][2 * i]);
-        x[r][2 * i + 1] = __fmaf_rn(a.pre, high, x[r][2 * i + 1]);
-        square[r] = __fmaf_rn(low, low, square[r]);
-        square[r] = __fmaf_rn(high, high, square[r]);
+        now[i] = bf16_pair(low, high);
+        // trap: stored words and operands want different neighbours among the registers; without
+        // this the compiler copies the operands before every product
+        operand[k][i / 2][r + i % 2 * 2] = now[i] ^ zero;
+        low = low_bf16(now[i]), high = high_bf16(now[i]);
+        x[2 * i] = __fmaf_rn(a.pre, low, x[2 * i]);
+        x[2 * i + 1] = __fmaf_rn(a.pre, high, x[2 * i + 1]);
+        square = __fmaf_rn(low, low, square);
+        square = __fmaf_rn(high, high, square);
       }
-      if (to.valid[r]) put_eight(to.out[r] + k * WIDTH, now[r]);
+      if (to.valid[r]) put_eight(to.out[r] + k * WIDTH, now);
     }
-#pragma unroll
-    for (int j = 0; j < TILES; ++j) {
-      uint4 b[PARTS];
-      weights(k, j, b);
-#pragma unroll
-      for (int s = 0; s < PARTS; ++s) {
-        mma_bf16(dot[j], now[0][0], now[1][0], now[0][1], now[1][1], b[s].x, b[s].y);
-        mma_bf16(dot[j], now[0][2], now[1][2], now[0][3], now[1][3], b[s].z, b[s].w);
-      }
-    }
-  }
-#pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    float collapsed = 0.f;
+    done(r);
+    __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
-      raw[r][i] = bf16_pair(x[r][2 * i], x[r][2 * i + 1]);
+      raw[r][i] = bf16_pair(x[2 * i], x[2 * i + 1]);
       float low = low_bf16(raw[r][i]), high = high_bf16(raw[r][i]);
       collapsed = __fmaf_rn(low, low, collapsed);
       collapsed = __fmaf_rn(high, high, collapsed);
     }
 #pragma unroll
     for (int step = 1; step < 4; step *= 2) {  // the four lanes of a row
-      square[r] += __shfl_xor_sync(~0u, square[r], step);
+      square += __shfl_xor_sync(~0u, square, step);
       collapsed += __shfl_xor_sync(~0u, collapsed, step);
     }
-    sums.square[r] += square[r];
+    sums.square[r] += square;
     sums.collapsed[r] += collapsed;
   }
+  begin();
+  float dot[2][TILES][4] = {};  // two chains of products a tile: one alone would wait for itself
+#pragma unroll
+  for (int k = 0; k < S; ++k)
+#pragma unroll
+    for (int j = 0; j < TILES; ++j) {
+      uint4 b[PARTS];
+      weights(k, j, b);
+#pragma unroll
+      for (int s = 0; s < PARTS; ++s) {
+        mma(dot[0][j], operand[k][0], b[s].x, b[s].y);
+        mma(dot[1][j], operand[k][1], b[s].z, b[s].w);
+      }
+    }
 #pragma unroll
   for (int j = 0; j < TILES; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums.dot[j][i] += dot[j][i];
+    for (int i = 0; i < 4; ++i) sums.dot[j][i] += dot[0][j][i] + dot[1][j][i];
 }
 
 // The sums of a tile into rows of SUMS numbers (row t of `table`) and `squares`[t], t < 16.
@@ -317,7 +342,7 @@ __device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const floa
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // records are even, not always a multiple of 8
       reinterpret_cast<unsigned short*>(record + c)[i] =
-          fp8_pair(low_bf16(w[i]) * inverse, high_bf16(w[i]) * inverse);
+          e4m3x2(low_bf16(w[i]) * inverse, high_bf16(w[i]) * inverse);
     if (threadIdx.x % 4 == 0) record[WIDTH + c / 32] = scale;
 #else
     if (p.valid(r)) put_eight(static_cast<Stored*>(x) + p.row(r) * WIDTH + c, w);
@@ -346,7 +371,8 @@ __device__ __forceinline__ float ordered_sum(const float* at, int stride) {
 // One token, a lane a number: pre and post leave at once; the softmax rows of comb, plus eps, wait
 // in `matrix` (S * S) for the thread that scales them.
 __device__ __forceinline__ void mix_token(float total, long long t, const float* base,
-                                          const float* scale, float* pre, float* post, float* matrix,
+                                          const float* scale, float* pre, float* post,
+                                          float* matrix,
                                           float norm_eps, float eps) {
   int m = threadIdx.x % 32, set = m < 2 * S ? m / S : 2;
   float rms = sqrtf(__shfl_sync(~0u, total, MIX) / (S * WIDTH) + norm_eps);
@@ -360,7 +386,7 @@ __device__ __forceinline__ void mix_token(float total, long long t, const float*
   else if (m < MIX) matrix[m - 2 * S] = e / sum + eps;
 }
 
-// `count` <= 4 matrices in shared memory -> comb, one thread a matrix.
+// A matrix in shared memory -> comb, by one thread: its passes depend on each other.
 __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, int iterations,
                                              float eps) {
   float k[S][S], row[S], column[S], factor[S];
@@ -401,15 +427,21 @@ __device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned 
 
 // ---- small launches ---------------------------------------------------------------------------
 
-// A block takes one half of 16 tokens, a warp one unit; one more warp makes the coefficients.
+// A block takes one half of 16 tokens, two warps one unit: one updates the streams and multiplies,
+// the other splits fn meanwhile. One more warp makes the coefficients.
 // sums (tiles, HALVES, 16, SUMS), squares (tiles, HALVES, 16); counters (2, tiles) are zero.
-extern "C" __global__ void __launch_bounds__(32 * (UNITS + 1), 1)
+constexpr int THIN_WARPS = 2 * UNITS + 1;
+
+extern "C" __global__ void __launch_bounds__(32 * THIN_WARPS, 1)
 thin(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
-     const float* comb_in, const float* fn, const float* base, const float* scale, const float* norm,
-     Stored* out, void* x, float* pre, float* post, float* comb, float* sums, float* squares,
-     unsigned* counters, long long tokens, int iterations, float norm_eps, float eps) {
+     const float* comb_in, const float* fn, const float* base, const float* scale,
+     const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, float* sums,
+     float* squares, unsigned* counters, long long tokens, int iterations, float norm_eps,
+     float eps) {
   extern __shared__ uint4 memory[];
-  float(*tables)[16][SUMS] = reinterpret_cast<float(*)[16][SUMS]>(memory);  // [unit]
+  uint4* fragments = memory;  // [UNITS]
+  float(*tables)[16][SUMS] =
+      reinterpret_cast<float(*)[16][SUMS]>(fragments + UNITS * UNIT_FRAGMENTS);  // [unit]
   float(*collapsed)[16] = reinterpret_cast<float(*)[16]>(tables + UNITS);
   float* copies = &collapsed[UNITS][0];  // [UNITS] of S * 16 * 8
   float* matrix = copies + UNITS * S * 16 * 8;
@@ -417,31 +449,31 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   int half = blockIdx.x % HALVES, tile = blockIdx.x / HALVES, tiles = gridDim.x / HALVES;
   long long first = tile * 16ll;
   Place p(first, tokens);
-  int c = (half * UNITS + warp) * 32 + lane % 4 * 8;
-  unsigned raw[2][4];
+  int start = (half * UNITS + warp % UNITS) * 32, c = start + lane % 4 * 8;
+  uint4* own = fragments + warp % UNITS * UNIT_FRAGMENTS;
+  unsigned raw[2][4] = {};
   if (warp < UNITS) {
-    // everything that the unit needs is asked for at once
     Reads from;
     Inputs in;
     Rows rows = {copies + warp * S * 16 * 8};
-    float4 eight[S][TILES][2];
     from.begin(streams, y, p, c);
-    in.get(from);
+    in.get(from, 0);
+    if (first + 8 < tokens) in.get(from, 1);
     rows.fetch({pre_in, post_in, comb_in}, p);
-#pragma unroll
-    for (int k = 0; k < S; ++k)
-#pragma unroll
-      for (int j = 0; j < TILES; ++j) get_fn(fn, k, j, c, eight[k][j]);
     rows.wait();
-    Sums own = {};
-    unit(in, rows, Writes(out, p, c), raw, own,
-         [&](int k, int j, uint4(&parts)[PARTS]) { split(eight[k][j], parts); });
-    put_sums(own, &tables[warp][0][0], collapsed[warp]);
+    Sums total = {};
+    auto weights = [&](int k, int j, uint4(&parts)[PARTS]) { take_fn(own, k, j, parts); };
+    unit(in, rows, Writes(out, p, c), raw, total, __float_as_uint(eps) >> 31, weights, [](int) {},
+         [] { __syncthreads(); }, first + 8 >= tokens);
+    put_sums(total, &tables[warp][0][0], collapsed[warp]);
+  } else {
+    if (warp < 2 * UNITS) put_fn<1, 32>(fn, start, own, lane);
+    __syncthreads();
   }
   __syncthreads();
   float* slot = sums + tile * (long long)(HALVES * 16 * SUMS);
   float* slot_squares = squares + tile * (long long)(HALVES * 16);
-  for (int i = threadIdx.x; i < 16 * SUMS; i += 32 * (UNITS + 1)) {
+  for (int i = threadIdx.x; i < 16 * SUMS; i += 32 * THIN_WARPS) {
     float total = 0.f;
     for (int u = 0; u < UNITS; ++u) total += i % SUMS <= MIX ? tables[u][i / SUMS][i % SUMS] : 0.f;
     slot[half * 16 * SUMS + i] = total;
@@ -451,9 +483,13 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     for (int u = 0; u < UNITS; ++u) total += collapsed[u][threadIdx.x];
     slot_squares[half * 16 + threadIdx.x] = total;
   }
-  arrive(counters + tile);
-  await(counters + tile, HALVES * (UNITS + 1));
-  if (warp == UNITS) {
+  __syncthreads();
+  if (warp == 0) {
+    arrive(counters + tile);
+    await(counters + tile, HALVES);
+  }
+  __syncthreads();
+  if (warp == 2 * UNITS) {
     for (int t = half; t < 16 && first + t < tokens; t += HALVES) {
       float total = ordered_sum<32>(slot + t * SUMS + lane, 16 * SUMS);
       mix_token(total, first + t, base, scale, pre, post, matrix, norm_eps, eps);
@@ -461,15 +497,21 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
       __syncwarp();
     }
-  } else {
+  } else if (warp < UNITS) {
     float root[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       root[r] = reciprocal_root(ordered_sum<32>(slot_squares + lane / 4 + 8 * r, 16), norm_eps);
     put_unit(raw, root, p, c, norm, x);
   }
-  leave(counters + tile, counters + tiles + tile, HALVES * (UNITS + 1));
+  if (warp == 0) leave(counters + tile, counters + tiles + tile, HALVES);
 }
+
+// trap: registers move inside the pool that the launch gave the block, 168 for each of 384 threads;
+// more would wait for ever.
+constexpr int UNIT_REGISTERS = BF16_STORED ? 216 : 224;
+constexpr int FINISH_REGISTERS = 168 * 3 - 2 * UNIT_REGISTERS;
+constexpr int BATCH = BF16_STORED ? 8 : 4;  // loads in flight of a finishing warp
 
 // A group of four warps gives registers back, or takes more: both are counts a thread.
 template <int count>
@@ -483,39 +525,23 @@ __device__ __forceinline__ void take_registers() {
 
 // ---- large launches ---------------------------------------------------------------------------
 
-constexpr int FRAGMENTS = 2 * UNITS * S * TILES * PARTS * 32;  // uint4 of a slice of fn
-
-// A slice of fn into shared memory, in the order in which lanes read it: [unit][stream][tile][part]
-// [lane], 16 bytes each, so a warp's reads are 512 neighbouring bytes.
-__device__ __forceinline__ void put_slice(const float* fn, int slice, uint4* fragments) {
-#pragma unroll 3
-  for (int i = threadIdx.x; i < 2 * UNITS * S * TILES * 32; i += 32 * WIDE_WARPS) {
-    int lane = i % 32, j = i / 32 % TILES, k = i / 32 / TILES % S, u = i / 32 / TILES / S;
-    float4 eight[2];
-    uint4 parts[PARTS];
-    get_fn(fn, k, j, (slice * 2 * UNITS + u) * 32 + lane % 4 * 8, eight);
-    split(eight, parts);
-#pragma unroll
-    for (int s = 0; s < PARTS; ++s) fragments[(i / 32 * PARTS + s) * 32 + lane] = parts[s];
-  }
-}
-
 // Block b keeps slice b % SLICES of fn and walks over token groups b / SLICES, + teams, ...; a warp
 // takes 16 tokens of a group and one half of the slice. Warps never wait inside a group: a warp
 // leaves its sums, goes on to the next group, and only then normalises the collapsed rows of the
-// last one, whose sums have long arrived. The ninth warp turns sums into roots and coefficients.
+// last one, whose sums have long arrived. Four more warps turn sums into roots and coefficients.
 //
 // sums (teams, RING, HALVES, GROUP, SUMS), squares (teams, RING, HALVES, GROUP); collapsed
 // (blocks, 2, WARPS, UNITS, 2, 32) uint4: own rows of two rounds; counters (2, groups) are zero.
 extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS, 1)
 wide(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
-     const float* comb_in, const float* fn, const float* base, const float* scale, const float* norm,
-     Stored* out, void* x, float* pre, float* post, float* comb, float* sums, float* squares,
-     uint4* collapsed, unsigned* counters, long long tokens, int iterations, float norm_eps,
-     float eps) {
+     const float* comb_in, const float* fn, const float* base, const float* scale,
+     const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, float* sums,
+     float* squares, uint4* collapsed, unsigned* counters, long long tokens, int iterations,
+     float norm_eps, float eps) {
   extern __shared__ uint4 memory[];
   uint4* fragments = memory;
-  float(*roots)[GROUP] = reinterpret_cast<float(*)[GROUP]>(fragments + FRAGMENTS);  // [round % 2]
+  float(*roots)[GROUP] =  // [round % 2]
+      reinterpret_cast<float(*)[GROUP]>(fragments + 2 * UNITS * UNIT_FRAGMENTS);
   float* matrices = &roots[2][0];  // 4 of S * S
   float* tables = matrices + 4 * S * S;  // [WARPS] of S * 16 * 8
   volatile int* ready = reinterpret_cast<volatile int*>(tables + WARPS * S * 16 * 8);
@@ -532,48 +558,44 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   Inputs in;
   if (warp < WARPS) {
     from.begin(streams, y, place(0), c);
-    if (AHEAD) in.get(from);
+    if (AHEAD) in.get(from, 0), in.get(from, 1);
     rows.fetch(old, place(0));
   }
-  put_slice(fn, slice, fragments);
-  if (threadIdx.x == 0) *ready = 0;
+  put_fn<2 * UNITS, 32 * WIDE_WARPS>(fn, slice * 2 * UNITS * 32, fragments, threadIdx.x);
+  if (threadIdx.x < 4) ready[threadIdx.x] = 0;
   __syncthreads();
 
   if (warp >= WARPS) {
-    give_registers<64>();
-    if (warp > WARPS) return;
+    give_registers<FINISH_REGISTERS>();
+    int some = warp - WARPS;
+    float* matrix = matrices + some * S * S;
     for (int round = 0; round < rounds; ++round) {
       int group = team + round * teams;
-      long long first = group * (long long)GROUP, slot = (team * RING + round % RING) * (long long)HALVES;
+      long long first = group * (long long)GROUP;
+      long long slot = (team * RING + round % RING) * (long long)HALVES;
       await(counters + group, SLICES * WARPS);
-#pragma unroll 1
-      for (int t = lane; t < GROUP; t += 32)
-        roots[round % 2][t] =
-            reciprocal_root(ordered_sum<8>(squares + slot * GROUP + t, GROUP), norm_eps);
+      int t = some * 16 + lane % 16;
+      float square = ordered_sum<BATCH>(squares + slot * GROUP + t, GROUP);
+      if (lane < 16) roots[round % 2][t] = reciprocal_root(square, norm_eps);
       __threadfence_block();
       __syncwarp();
-      if (lane == 0) *ready = round + 1;
+      if (lane == 0) ready[some] = round + 1;
       const float* from = sums + slot * GROUP * SUMS;
-      for (int t = slice; t < GROUP && first + t < tokens; t += 4 * SLICES) {
-        int some = 0;
-        for (; some < 4 && t + some * SLICES < GROUP && first + t + some * SLICES < tokens; ++some) {
-          int at = t + some * SLICES;
-          float total = ordered_sum<8>(from + at * SUMS + lane, GROUP * SUMS);
-          mix_token(total, first + at, base, scale, pre, post, matrices + some * S * S, norm_eps, eps);
-        }
+      for (int t = slice + some * SLICES; t < GROUP && first + t < tokens; t += 4 * SLICES) {
+        float total = ordered_sum<BATCH>(from + t * SUMS + lane, GROUP * SUMS);
+        mix_token(total, first + t, base, scale, pre, post, matrix, norm_eps, eps);
         __syncwarp();
-        if (lane < some)
-          scale_matrix(matrices + lane * S * S, comb + (first + t + lane * SLICES) * S * S, iterations,
-                       eps);
+        if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
         __syncwarp();
       }
-      leave(counters + group, counters + groups + group, SLICES);
+      leave(counters + group, counters + groups + group, 4 * SLICES);
     }
     return;
   }
 
-  take_registers<224>();
-  const uint4* own = fragments + part * UNITS * S * TILES * PARTS * 32 + lane;
+  take_registers<UNIT_REGISTERS>();
+  unsigned zero = __float_as_uint(eps) >> 31;
+  const uint4* own = fragments + part * UNITS * UNIT_FRAGMENTS;
   uint4* left = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
   constexpr long long NEXT = WARPS * UNITS * 2 * 32;  // from round to round
   for (int round = 0; round <= rounds; ++round) {
@@ -583,30 +605,32 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       Sums total = {};
 #pragma unroll 1
       for (int u = 0; u < UNITS; ++u) {
-        Inputs coming;
-        if (!AHEAD) in.get(from);
+        if (!AHEAD) in.get(from, 0), in.get(from, 1);
         from.step();
-        if (u + 1 == UNITS && round + 1 < rounds) from.begin(streams, y, place(round + 1), c);
-        if (AHEAD && (u + 1 < UNITS || round + 1 < rounds)) coming.get(from);
+        bool more = u + 1 < UNITS || round + 1 < rounds;
+        if (u + 1 == UNITS && more) from.begin(streams, y, place(round + 1), c);
+        auto weights = [&](int k, int j, uint4(&parts)[PARTS]) {
+          take_fn(own + u * UNIT_FRAGMENTS, k, j, parts);
+        };
+        auto next = [&](int r) {  // a row's registers take the next unit's numbers at once
+          if (AHEAD && more) in.get(from, r);
+        };
         unsigned raw[2][4];
-        unit(in, rows, to, raw, total, [&](int k, int j, uint4(&parts)[PARTS]) {
-#pragma unroll
-          for (int s = 0; s < PARTS; ++s) parts[s] = own[(((u * S + k) * TILES + j) * PARTS + s) * 32];
-        });
+        unit(in, rows, to, raw, total, zero, weights, next, [] {}, false);
         to.step();
 #pragma unroll
         for (int r = 0; r < 2; ++r)
           left[round % 2 * NEXT + (u * 2 + r) * 32] =
               make_uint4(raw[r][0], raw[r][1], raw[r][2], raw[r][3]);
-        if (AHEAD) in = coming;
       }
-      long long slot = ((team * RING + round % RING) * (long long)HALVES + slice * 2 + part) * GROUP;
+      long long slot = (team * RING + round % RING) * (long long)HALVES + slice * 2 + part;
+      slot *= GROUP;
       put_sums(total, sums + (slot + tile * 16) * SUMS, squares + slot + tile * 16);
       arrive(counters + team + round * teams);
       if (round + 1 < rounds) rows.fetch(old, place(round + 1));
     }
     if (round > 0) {
-      while (*ready < round) __nanosleep(20);
+      while (ready[tile] < round) __nanosleep(20);
       __syncwarp();
       __threadfence_block();
       float root[2];

@@ -59,7 +59,8 @@ coefficients(const float* sums, const float* base, const float* scale, float* pr
     table[t][lane] = total;
   }
   __syncthreads();
-  if (warp == 0 && lane < count) mixing_sets(table[lane], base, scale, width, iterations, norm_eps, eps);
+  if (warp == 0 && lane < count)
+    mixing_sets(table[lane], base, scale, width, iterations, norm_eps, eps);
   __syncthreads();
   Mixing<float> out = {pre, post, comb};
   for (int i = threadIdx.x; i < count * MIX; i += 128)

@@ -1,6 +1,6 @@
 // The gradient of the mixing coefficients (dsv41/train/mhc.py, hc_coefficients_backward).
 //
-//   dpre, dpost (T, S), dcomb (T, S, S), streams (T, W) with W = S * D, fn (MIX, W), base, scale (3)
+//   dpre, dpost (T, S), dcomb (T, S, S), streams (T, W), W = S * D, fn (MIX, W), base, scale (3)
 //   -> dstreams (T, W), dfn (MIX, W), dbase (MIX), dscale (3), all float32
 //
 // Traffic: the streams are read twice (sums again, then gradients) and written once, 12 W bytes a
@@ -16,10 +16,12 @@ constexpr int SPAN = 128;   // tokens that one thread of stream_gradients adds u
 
 // One token's sums u, in place, into dm = du / rms (MIX) and the factor of v, which stands behind
 // them; z receives dz (MIX) and the three sums of dz * u.
-__device__ __forceinline__ void through_one(float* u, float* z, const float* dpre, const float* dpost,
-                                            const float* dcomb, const float* base,
-                                            const float* scale, int width, float norm_eps, float eps) {
-  float r = 1.f / sqrtf(u[MIX] / width + norm_eps), by_rms = 0.f, by_scale[3] = {}, d[S][S], b[S][S];
+__device__ __forceinline__ void through_one(float* u, float* z, const float* dpre,
+                                            const float* dpost, const float* dcomb,
+                                            const float* base, const float* scale, int width,
+                                            float norm_eps, float eps) {
+  float r = 1.f / sqrtf(u[MIX] / width + norm_eps), by_rms = 0.f, by_scale[3] = {};
+  float d[S][S], b[S][S];
 #pragma unroll
   for (int k = 0; k < S * S; ++k) {
     d[k / S][k % S] = dcomb[k];
@@ -93,7 +95,8 @@ stream_gradients(const float* x, const float* fn, const float* dm, float* dstrea
 #pragma unroll
     for (int q = 0; q < (MIX + 4) / 4; ++q) {
       float4 four = rows[t][q];
-      row[4 * q] = four.x, row[4 * q + 1] = four.y, row[4 * q + 2] = four.z, row[4 * q + 3] = four.w;
+      row[4 * q] = four.x, row[4 * q + 1] = four.y;
+      row[4 * q + 2] = four.z, row[4 * q + 3] = four.w;
     }
 #pragma unroll
     for (int m = 0; m < MIX; ++m) {

@@ -13,6 +13,7 @@ extern "C" __global__ void hc_collapse(const Stored* streams, const float* pre, 
   if (c >= width) return;
   float sum = 0.f;
 #pragma unroll
-  for (int i = 0; i < S; ++i) sum = __fmaf_rn(pre[t * S + i], load(streams[(t * S + i) * width + c]), sum);
+  for (int i = 0; i < S; ++i)
+    sum = __fmaf_rn(pre[t * S + i], load(streams[(t * S + i) * width + c]), sum);
   x[t * width + c] = save(sum);
 }

@@ -9,42 +9,33 @@ import functools
 import math
 
 import numpy as np
-from numba import config, cuda, float32
+from numba import cuda, float32
 
-from ..launch import grid
+from ..launch import grid, numba_launch
+from ..numba_records import check
 
 THREADS = 128
 
 
 def sinkhorn(logits, iterations, eps):
-    if not (config.ENABLE_CUDASIM or hasattr(logits, "__cuda_array_interface__")):
-        raise TypeError(f"logits: expected a CUDA array, got {type(logits).__name__}")
-    if logits.dtype != np.float32 or logits.ndim < 2 or logits.shape[-1] != logits.shape[-2]:
-        raise ValueError(f"logits: expected float32 (..., S, S), got {logits.dtype} {logits.shape}")
-    size = logits.shape[-1]
-    out = np.zeros(logits.shape, np.float32, like=logits)
+    logits = check("logits", logits, np.dtype(np.float32))
+    if logits.ndim < 2 or logits.shape[-1] != logits.shape[-2]:
+        raise ValueError(f"logits: expected shape (..., S, S), got {logits.shape}")
+    size, out = logits.shape[-1], np.zeros(logits.shape, np.float32, like=logits)
     count = logits.size // max(1, size * size)
     if count:
-        matrices = logits.reshape(count, size, size)
-        run = sinkhorn_kernel(size)[grid(count, THREADS), THREADS, _stream(logits)]
-        run(matrices, out.reshape(count, size, size), iterations, np.float32(eps))
+        matrices = (count, size, size)
+        arrays = logits.reshape(matrices), out.reshape(matrices)
+        arguments = (*arrays, np.int64(iterations), np.float32(eps))
+        numba_launch(sinkhorn_kernel(size), grid(count, THREADS), THREADS, arguments)
     return out
-
-
-def _stream(like):
-    """CuPy's current stream, so that both libraries keep one order; 0 in the simulator."""
-    if config.ENABLE_CUDASIM:
-        return 0
-    import cupy
-
-    return cuda.external_stream(cupy.cuda.get_current_stream().ptr)
 
 
 @functools.cache
 def sinkhorn_kernel(size):
     """The kernel for matrices of `size` rows, which the compiler has to know."""
 
-    @cuda.jit
+    @cuda.jit(fastmath=True)  # divisions by the approximate reciprocal, as in kernel.cu
     def run(logits, out, iterations, eps):
         at = cuda.grid(1)
         if at >= logits.shape[0]:
