@@ -87,8 +87,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   extern __shared__ unsigned pool[];
   long long t = blockIdx.x;
   const long long* mine = blocks + t * budget;
-  for (int i = threadIdx.x; i < budget * RUN; i += blockDim.x) pool[i] = listed[t * budget * RUN + i];
-  __syncthreads();
+  load_keys_of_row(pool, budget * RUN, [&](int i) { return listed[t * budget * RUN + i]; });
   write_best(pool, budget * RUN, k, chosen + t * k,
              [&](int i) { return mine[i / RUN] * RUN + i % RUN; });
 }
