@@ -147,13 +147,13 @@ struct OnBf16 {
   }
 };
 
-// A block of 8 warps scores `count` keys: take(i, score) for each. Every warp takes a tile of its own
+// A block of 8 warps scores `count` keys for the query q, w: take(i, score) for each. Every warp takes a tile of its own
 // in turn, with STAGES of them in flight in its part of `rings`; in the last turn some are empty.
 const int STAGES = 4, WARPS = 8;
 
 template <class Scorer, class Run, class Take>
-__device__ __forceinline__ void stream_scores(unsigned char* rings, int count, const Scorer& scorer,
-                                              Run run, Take take) {
+__device__ __forceinline__ void stream_scores(unsigned char* rings, int count, const float* q,
+                                              const float* w, Run run, Take take) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   unsigned char* ring = rings + warp * STAGES * TILE_BYTES;
   int turns = (count + WARPS * TILE - 1) / (WARPS * TILE);  // the same for all warps of a group
@@ -166,6 +166,7 @@ __device__ __forceinline__ void stream_scores(unsigned char* rings, int count, c
     commit_copies();
   };
   for (int turn = 0; turn < STAGES - 1; ++turn) start(turn);
+  Scorer scorer(q, w);  // while the first tiles are under way
   for (int turn = 0; turn < turns; ++turn) {
     wait_copies<STAGES - 2>();
     __syncwarp();  // copies of the other lanes, too; and nobody still reads the stage refilled now

@@ -119,9 +119,8 @@ __device__ __forceinline__ void score_pages(const float* q, const float* w, cons
   if (count <= 0) return;
   const long long* table = pages + order[t] * width;
   float* out = scores + t * longest + begin;
-  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
-  stream_scores(
-      rings, count, scorer,
+  stream_scores<Scorer>(
+      rings, count, q + t * HEADS * CHANNELS, w + t * HEADS,
       [&](int i) { return i < count ? record_of(keys, table, per_page, begin + i) : keys; },
       [&](int i, float score) { out[i] = score; });
 }

@@ -55,10 +55,8 @@ __device__ __forceinline__ void score_blocks(const float* q, const float* w, con
     long long entry = entry_of(i);
     return entry < n ? record_of(keys, table, per_page, (int)entry) : keys;
   };
-  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
-  stream_scores(rings, count, scorer, run, [&](int i, float score) {
-    out[i] = entry_of(i) < n ? order_key(score) : 0u;
-  });
+  auto take = [&](int i, float score) { out[i] = entry_of(i) < n ? order_key(score) : 0u; };
+  stream_scores<Scorer>(rings, count, q + t * HEADS * CHANNELS, w + t * HEADS, run, take);
 }
 
 // v2: blocks of 8 entries, which are 544 bytes in a row, scored on tensor cores by several blocks of

@@ -33,9 +33,8 @@ __device__ __forceinline__ void score_chunk(const float* q, const float* w, cons
   long long begin = blockIdx.x % chunks * chunk;
   const unsigned char* first = keys + (t * keys_per_query + begin) * RECORD_BYTES;
   float* out = scores + t * count + begin;
-  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
-  stream_scores(
-      rings, (int)min(chunk, count - begin), scorer,
+  stream_scores<Scorer>(
+      rings, (int)min(chunk, count - begin), q + t * HEADS * CHANNELS, w + t * HEADS,
       [&](int i) { return first + i * RECORD_BYTES; }, [&](int i, float score) { out[i] = score; });
 }
 
