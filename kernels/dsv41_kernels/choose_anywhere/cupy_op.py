@@ -26,7 +26,8 @@ MOST_SCORES = 1 << 28  # that choose_from_scores keeps in memory at once, 1 GB
 
 
 def choose_anywhere(q, w, entries, k, pool, numerics, watch=None):
-    known, longest = macros(q, numerics), int(entries.reach.max(initial=0))
+    known, room = macros(q, numerics), entries.pages.shape[1] * entries.per_page
+    longest = min(room, int(entries.reach.max(initial=0)))
     fast = known is not None and on_tensor_cores(known) and entries.per_page % RUN == 0
     # prefill goes request by request, since index_scores unpacks a key once for many queries
     prefill = fast and len(q) >= PREFILL * len(entries.spans)

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   extern __shared__ unsigned pool[];
   __shared__ __align__(16) float my_q[HEADS * CHANNELS];
   __shared__ float my_w[HEADS];
-  long long t = blockIdx.x, n = visible[t];
+  long long t = blockIdx.x, n = min(visible[t], (long long)width * per_page);
   load_query(q, w, t, my_q, my_w);
   __syncthreads();
   const long long *table = pages + order[t] * width, *mine = blocks + t * budget;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void score_blocks(const float* q, const float* w, con
   extern __shared__ __align__(16) unsigned char rings[];
   int all = budget * RUN, chunks = (all + chunk - 1) / chunk;
   int begin = blockIdx.x % chunks * chunk, count = min(chunk, all - begin);
-  long long t = blockIdx.x / chunks, n = visible[t];
+  long long t = blockIdx.x / chunks, n = min(visible[t], (long long)width * per_page);
   const long long *table = pages + order[t] * width, *mine = blocks + t * budget + begin / RUN;
   unsigned* out = listed + t * all + begin;
   auto entry_of = [&](int i) {  // n where there is none
