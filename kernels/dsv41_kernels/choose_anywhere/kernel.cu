@@ -120,7 +120,7 @@ __device__ __forceinline__ void score_pages(const float* q, const float* w, cons
   const long long* table = pages + order[t] * width;
   float* out = scores + t * longest + begin;
   stream_scores<Scorer>(
-      rings, count, q + t * HEADS * CHANNELS, w + t * HEADS,
+      rings, count, q + t * HEADS * CHANNELS, w + t * HEADS, per_page % TILE == 0,
       [&](int i) { return i < count ? record_of(keys, table, per_page, begin + i) : keys; },
       [&](int i, float score) { out[i] = score; });
 }

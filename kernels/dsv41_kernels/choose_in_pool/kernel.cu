@@ -56,7 +56,7 @@ __device__ __forceinline__ void score_blocks(const float* q, const float* w, con
     return entry < n ? record_of(keys, table, per_page, (int)entry) : keys;
   };
   auto take = [&](int i, float score) { out[i] = entry_of(i) < n ? order_key(score) : 0u; };
-  stream_scores<Scorer>(rings, count, q + t * HEADS * CHANNELS, w + t * HEADS, run, take);
+  stream_scores<Scorer>(rings, count, q + t * HEADS * CHANNELS, w + t * HEADS, false, run, take);
 }
 
 // v2: blocks of 8 entries, which are 544 bytes in a row, scored on tensor cores by several blocks of
