@@ -7,10 +7,10 @@
 // making bf16, and the products run at twice its rate. An FP8 product keeps few bits when it adds, so
 // no sum may mix scales: each of the four groups of 32 channels is one product of its own, whose terms
 // are whole multiples of one power of two below 2^13 times it, hence exact. The groups are then added
-// in float32, each times the key's scale; 2^6 is part of that scale.
+// in float32, each times the key's scale.
 //
 // A query's values become E4M3 as they are, times a power of two per head that goes into the head's
-// weight; exact for MXFP4 values whose scales differ by up to 2^14. Bytes lie as wgmma wants them, in
+// weight, and so does the 2^6; exact for MXFP4 values whose scales differ by up to 2^14. Bytes lie as wgmma wants them, in
 // the order of channels in which keys unpack: even channels of a word of 8 codes, then odd ones.
 #if PACKED && HEADS == 32 && CHANNELS == 128
 
@@ -46,9 +46,9 @@ __device__ __forceinline__ bool encode_head(const float* q, int head, unsigned c
   for (int i = 0; i < 4; ++i) top = fmaxf(top, fabsf(values[i]));
   for (int d = 16; d; d /= 2) top = fmaxf(top, __shfl_xor_sync(0xffffffffu, top, d));
   // the largest value gets the exponent 8: MXFP4 mantissas are 1 or 1.5, and 1.5 * 2^8 < 448
-  int exponent = max(20, min(230, (int)(__float_as_uint(top) >> 23))) - 127 - 8;
+  int exponent = max(20, min(220, (int)(__float_as_uint(top) >> 23))) - 127 - 8;
   float down = __uint_as_float((127 - exponent) << 23);
-  factor = __uint_as_float((127 + exponent) << 23);
+  factor = __uint_as_float((127 + exponent + 6) << 23);
   bool exact = top * down <= 448.f;
   for (int i = 0; i < 4; ++i) {
     float x = fminf(fmaxf(values[i] * down, -448.f), 448.f);
@@ -69,9 +69,9 @@ struct Keys {
   float upper[4], lower[4];
 };
 
-// 2^(e - 127 + 6)
+// 2^(e - 127) of byte i; the 2^6 that its codes lack is part of the query's factors
 __device__ __forceinline__ float key_scale(unsigned scales, int i) {
-  return __uint_as_float(min((scales >> 8 * i & 255) + 6, 255u) << 23);
+  return __uint_as_float((i < 3 ? scales << (23 - 8 * i) : scales >> 1) & 0x7f800000u);
 }
 
 // the records of rows g and g + 8, read by the four lanes of each g

@@ -59,7 +59,7 @@ __device__ __forceinline__ void unpack(unsigned word, unsigned scale, unsigned* 
 
 // byte i of the four scales as a pair of bf16 2^(e - 127 + 126 - 64)
 __device__ __forceinline__ unsigned scale_pair(unsigned scales, int i) {
-  return min((scales >> 8 * i & 255) + 62, 255u) * 0x00800080u;
+  return (scales >> 8 * i & 255) * 0x00800080u + 62 * 0x00800080u;
 }
 
 // dots of 16 keys and 32 heads -> scores of the keys in rows g and g + 8
@@ -147,25 +147,39 @@ struct OnBf16 {
   }
 };
 
-// A block of 8 warps scores `count` keys: take(i, score) for each. Every warp takes a tile of its own
-// in turn, with STAGES of them in flight in its part of `rings`; in the last turn some are empty.
+// the same where all of it exists and lies in a row
+__device__ __forceinline__ void copy_whole_tile(unsigned char* tile, const unsigned char* from) {
+  int lane = threadIdx.x % 32;
+#pragma unroll
+  for (int i = 0; i < TILE_BYTES / 512; ++i)
+    copy_async(tile + 16 * lane + 512 * i, from + 16 * lane + 512 * i, 16);
+  const int DONE = TILE_BYTES / 512 * 512;
+  if (lane < (TILE_BYTES - DONE) / 16) copy_async(tile + DONE + 16 * lane, from + DONE + 16 * lane, 16);
+}
+
+// A block of 8 warps scores `count` keys for the query q, w: take(i, score) for each. Every warp takes a tile of its own
+// in turn, with STAGES of them in flight in its part of `rings`; in the last turn some are empty. run(i)
+// is where record i lies, with the 7 behind it, or, `whole`, the 31 behind it.
 const int STAGES = 4, WARPS = 8;
 
 template <class Scorer, class Run, class Take>
-__device__ __forceinline__ void stream_scores(unsigned char* rings, int count, const Scorer& scorer,
-                                              Run run, Take take) {
+__device__ __forceinline__ void stream_scores(unsigned char* rings, int count, const float* q,
+                                              const float* w, bool whole, Run run, Take take) {
   int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
   unsigned char* ring = rings + warp * STAGES * TILE_BYTES;
   int turns = (count + WARPS * TILE - 1) / (WARPS * TILE);  // the same for all warps of a group
   auto start = [&](int turn) {
     int first = (turn * WARPS + warp) * TILE;
-    if (turn < turns)
+    if (whole && first + TILE <= count)
+      copy_whole_tile(ring + turn % STAGES * TILE_BYTES, run(first));
+    else if (turn < turns)
       copy_tile(
           ring + turn % STAGES * TILE_BYTES, [&](int i) { return run(first + i * RUN); },
           [&](int i) { return (count - first - i * RUN) * RECORD_BYTES; });
     commit_copies();
   };
   for (int turn = 0; turn < STAGES - 1; ++turn) start(turn);
+  Scorer scorer(q, w);  // while the first tiles are under way
   for (int turn = 0; turn < turns; ++turn) {
     wait_copies<STAGES - 2>();
     __syncwarp();  // copies of the other lanes, too; and nobody still reads the stage refilled now

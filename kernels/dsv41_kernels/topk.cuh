@@ -16,6 +16,21 @@ __device__ __forceinline__ unsigned order_key(float x) {
 
 const unsigned KEY_OF_INFINITY = 0xff800000u;
 
+// key(i) of i = 0 .. n - 1 into shared memory, 8 of a thread's on their way at once
+template <class Key>
+__device__ __forceinline__ void load_keys_of_row(unsigned* to, int n, Key key) {
+  for (int base = threadIdx.x; base < n; base += 8 * blockDim.x) {
+    unsigned some[8];
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      some[i] = base + i * blockDim.x < n ? key(base + i * (int)blockDim.x) : 0u;
+#pragma unroll
+    for (int i = 0; i < 8; ++i)
+      if (base + i * blockDim.x < n) to[base + i * blockDim.x] = some[i];
+  }
+  __syncthreads();
+}
+
 struct Threshold {
   unsigned key;  // larger keys are chosen,
   int room;      // and this many of the equal ones

@@ -50,7 +50,7 @@ __device__ __forceinline__ Number rank_th(Read read, int n, int rank) {
 // share of the k, and six deviations and some more
 __device__ __forceinline__ int sample_rank(int k, int n, int sample) {
   float share = (float)k * sample / n;
-  return min(sample, (int)(share + 6.f * sqrtf(share) + 24.f));
+  return min(sample, (int)(share + 6.f * sqrtf(share) + 12.f));
 }
 
 template <class Key>

@@ -17,7 +17,7 @@ SHAPES = [(1, 1 << 20), (32, 1 << 20)]
 def cases(quick=False):
     for rows, count in [(2, 1 << 18)] if quick else SHAPES:
         scores, visible = float_rows(rows, count), cupy.full(rows, count - 3, np.int64)
-        for name, function in (("cupy_op", candidate_blocks), ("cupy text", text.definition)):
+        for name, function in (("v2", candidate_blocks), ("cupy text", text.definition)):
             if name == "cupy text" and rows > 2:
                 continue
             call = lambda f=function, s=scores, v=visible: f(s, v, SIZE, BUDGET)  # noqa: E731

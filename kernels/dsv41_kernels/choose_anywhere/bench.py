@@ -6,8 +6,9 @@ from dsv41.quant import FLOAT32, OFFICIAL
 from dsv41.selection import choose_anywhere as text
 
 from ..bench import Case
+from ..indexing import macros
 from ..indexing_bench import decode_entries, float_rows, packed_documents, packed_keys, queries
-from .cupy_op import choose_anywhere, choose_v2
+from .cupy_op import choose_anywhere, choose_at_once, choose_from_scores
 
 OP = "choose_anywhere"
 DECODE = [(1, 524_288), (32, 131_072), (32, 524_288)]
@@ -17,38 +18,50 @@ def cases(quick=False):
     for requests, seen in [(3, 4096)] if quick else DECODE:
         entries = decode_entries(packed_keys(requests * seen), requests, seen)
         q, w = queries(requests)
-        work = 68 * requests * seen, 8192 * requests * seen
-        shape = f"decode B={requests}, {seen} keys"
-        yield from both(
-            shape, (q, w, entries, 512, None, OFFICIAL), work, requests * seen < 1 << 20
-        )
-        shape += ", pool"
-        yield from both(shape, (q, w, entries, 512, (8, 2048), OFFICIAL), work, False)
-    documents, length = (2, 128) if quick else (6, 4096)
+        work, shape = (68 * requests * seen, 8192 * requests * seen), f"B={requests}, {seen} keys"
+        for pool, name in ((None, ""), ((8, 2048), ", pool")):
+            arguments = q, w, entries, 512, pool, OFFICIAL
+            functions = {"v2": scoring("scores_v2"), "v3": scoring("scores_v3")}
+            if requests * seen < 1 << 20 and pool is None:
+                functions["cupy text"] = text.definition
+            yield from of(shape + name, arguments, work, functions)
+    yield from training(*((2, 128) if quick else (6, 4096)))
+
+
+def training(documents, length):
     entries = packed_documents(float_rows(documents * length, 32), documents, length)
     q, w = queries(documents * length, 4, 32, FLOAT32)
-    pairs = documents * length * (length + 1) // 2
+    work = 2 * q.nbytes, 128 * documents * length * (length + 1)
+    functions = {"v1": at_once("choose_v1"), "v2": choose_anywhere, "cupy text": text.definition}
     shape = f"training {documents} x {length}, 4 x 32"
-    yield from both(shape, (q, w, entries, 64, (8, 64), FLOAT32), (q.nbytes * 2, 256 * pairs), True)
+    yield from of(shape, (q, w, entries, 64, (8, 64), FLOAT32), work, functions)
 
 
-def both(shape, arguments, work, with_text):
-    functions = {"cupy_op": choose_anywhere, "cupy text": text.definition}
-    for name in functions if with_text else ("cupy_op",):
-        call = lambda f=functions[name]: f(*arguments)  # noqa: E731
-        yield Case(OP, name, shape, call, lambda c=call: check(arguments, c()), *work)
+def scoring(name):
+    """choose_anywhere by v2's way of scoring, bf16 products, or v3's, FP8 products."""
+
+    def choose(q, w, entries, k, pool, numerics):
+        known, longest = macros(q, numerics), int(entries.reach.max())
+        arrays = q, w, entries.keys, entries.pages, entries.order, entries.visible
+        return choose_from_scores(arrays, entries.per_page, longest, k, pool, known, name)
+
+    return choose
 
 
-def scorings(shape, arguments, work):
-    """The two ways of scoring: bf16 products (v2) and FP8 products (v3)."""
-    q, w, entries, k, pool, _ = arguments
-    known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": 1}
-    arrays = q, w, entries.keys, entries.pages, entries.order, entries.visible
-    longest = int(entries.reach.max())
-    for name in ("v2", "v3"):
-        call = lambda s=f"scores_{name}": choose_v2(  # noqa: E731
-            arrays, entries.per_page, longest, k, pool, known, s
-        )
+def at_once(name):
+    """choose_anywhere in one launch of the kernel of that name."""
+
+    def choose(q, w, entries, k, pool, numerics):
+        known, longest = macros(q, numerics), int(entries.reach.max())
+        arrays = q, w, entries.keys, entries.pages, entries.order, entries.visible
+        return choose_at_once(arrays, entries.per_page, longest, k, pool, known, name)
+
+    return choose
+
+
+def of(shape, arguments, work, functions):
+    for name, function in functions.items():
+        call = lambda f=function: f(*arguments)  # noqa: E731
         yield Case(OP, name, shape, call, lambda c=call: check(arguments, c()), *work)
 
 

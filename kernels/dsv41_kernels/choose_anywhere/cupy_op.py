@@ -11,7 +11,6 @@ from ..index_topk.cupy_op import index_topk
 from ..indexing import (
     RING_BYTES,
     RUN,
-    SHARED_BYTES,
     WARPS,
     entry_arrays,
     key_array,
@@ -22,36 +21,40 @@ from ..indexing import (
 )
 from ..launch import kernel, launch
 
-MOST_SCORES = 1 << 28  # that v2 keeps in memory at once, 1 GB
+AT_ONCE = 144 * 1024  # bytes of scores in shared memory, beside 75 KB of keys in v2
+MOST_SCORES = 1 << 28  # that choose_from_scores keeps in memory at once, 1 GB
 
 
 def choose_anywhere(q, w, entries, k, pool, numerics, watch=None):
-    known, longest = macros(q, numerics), int(entries.reach.max(initial=0))
+    known, room = macros(q, numerics), entries.pages.shape[1] * entries.per_page
+    longest = min(room, int(entries.reach.max(initial=0)))
     fast = known is not None and on_tensor_cores(known) and entries.per_page % RUN == 0
     # prefill goes request by request, since index_scores unpacks a key once for many queries
     prefill = fast and len(q) >= PREFILL * len(entries.spans)
-    fits = known is not None and _shared(longest, pool) <= SHARED_BYTES
+    fits = known is not None and _shared(longest, pool) <= AT_ONCE
     if watch is not None or prefill or not (fast or fits):
         return text.definition(q, w, entries, k, pool, numerics, watch)
     arrays = (*query_arrays(q, w), key_array(entries.keys, q.shape[2], numerics))
     arrays = (*arrays, *entry_arrays(entries, len(q)))
     if fast:
-        return choose_v2(arrays, entries.per_page, longest, k, pool, known)
-    return choose_v1(arrays, entries.per_page, longest, k, pool, known)
+        return choose_from_scores(arrays, entries.per_page, longest, k, pool, known)
+    staged = known["PACKED"] == 0 and known["HEADS"] * known["CHANNELS"] <= 128
+    name = "choose_v2" if staged else "choose_v1"
+    return choose_at_once(arrays, entries.per_page, longest, k, pool, known, name)
 
 
-def choose_v1(arrays, per_page, longest, k, pool, known):
+def choose_at_once(arrays, per_page, longest, k, pool, known, name):
     """arrays: q, w, keys, pages, order, visible. One launch."""
     (size, budget), tokens = pool or (1, 0), len(arrays[0])
     chosen, blocks = (cupy.empty((tokens, n), cupy.int64) for n in (k, budget))
     sizes = arrays[3].shape[1], per_page, k, size, budget, longest
-    run = kernel("choose_anywhere", "choose_v1", shared=SHARED_BYTES, **known)
+    run = kernel("choose_anywhere", name, shared=AT_ONCE, **known)
     shared = _shared(longest, pool)
     launch(run, tokens, 128, (*arrays, chosen, blocks, *map(np.int32, sizes)), shared)
     return chosen, blocks if budget else None
 
 
-def choose_v2(arrays, per_page, longest, k, pool, known, scoring="scores_v3"):
+def choose_from_scores(arrays, per_page, longest, k, pool, known, scoring="scores_v3"):
     """The same by a scoring launch and those of index_topk, for as many queries as fit at once."""
     q, w, keys, pages, *per_query = arrays
     sizes = per_page, longest, known, scoring

@@ -54,6 +54,58 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   choose(pool, n, t, k, size, budget, pool + longest, chosen, blocks);
 }
 
+#if !PACKED && HEADS * CHANNELS <= 128
+// v2 for float32 keys: 128 keys at a time come through shared memory, copied in whole lines while the
+// ones before are scored. In v1 every lane fetches its own key, 16 bytes of a line at a time, and the
+// 32 lines that a warp touches at once keep the cache busy 8 times longer than the arithmetic takes.
+// The query stays in registers: 128 numbers are a third of what three blocks per SM leave a thread.
+const int TURN = 128, STRIDE = CHANNELS + 4;  // floats: 8 lanes that read 16 bytes meet 32 banks
+
+extern "C" __global__ void __launch_bounds__(TURN, 3)
+    choose_v2(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, long long* chosen, long long* blocks,
+              int width, int per_page, int k, int size, int budget, int longest) {
+  extern __shared__ __align__(16) unsigned pool[];  // as in v1
+  __shared__ __align__(16) float tiles[2][TURN][STRIDE];
+  __shared__ long long rows[2][TURN];
+  __align__(16) float my_q[HEADS * CHANNELS];
+  float my_w[HEADS];
+  const int PARTS = CHANNELS / 4;
+  long long t = blockIdx.x;
+  int n = (int)min(visible[t], (long long)longest), turns = (n + TURN - 1) / TURN, me = threadIdx.x;
+  const long long* table = pages + order[t] * width;
+  auto find = [&](int turn) {  // each thread the row of one key
+    int j = min(turn * TURN + me, n - 1);
+    if (turn < turns) rows[turn % 2][me] = table[j / per_page] * per_page + j % per_page;
+  };
+  auto fetch = [&](int turn) {
+    for (int part = me; part < TURN * PARTS && turn < turns; part += TURN)
+      copy_async(&tiles[turn % 2][part / PARTS][part % PARTS * 4],
+                 keys + rows[turn % 2][part / PARTS] * RECORD_BYTES + part % PARTS * 16, 16);
+    commit_copies();
+  };
+#pragma unroll
+  for (int i = 0; i < HEADS * CHANNELS; ++i) my_q[i] = q[t * HEADS * CHANNELS + i];
+#pragma unroll
+  for (int a = 0; a < HEADS; ++a) my_w[a] = w[t * HEADS + a];
+  find(0);
+  __syncthreads();
+  fetch(0), find(1);
+  __syncthreads();
+  for (int turn = 0; turn < turns; ++turn) {
+    fetch(turn + 1);
+    wait_copies<1>();
+    __syncthreads();
+    int j = turn * TURN + me;
+    float own = score(my_q, my_w, (const unsigned char*)tiles[turn % 2][me]);
+    if (j < n) pool[j] = order_key(own);
+    find(turn + 2);
+    __syncthreads();
+  }
+  choose(pool, n, t, k, size, budget, pool + longest, chosen, blocks);
+}
+#endif
+
 #if PACKED && HEADS == 32 && CHANNELS == 128
 template <class Scorer>
 __device__ __forceinline__ void score_pages(const float* q, const float* w, const unsigned char* keys,
@@ -67,14 +119,13 @@ __device__ __forceinline__ void score_pages(const float* q, const float* w, cons
   if (count <= 0) return;
   const long long* table = pages + order[t] * width;
   float* out = scores + t * longest + begin;
-  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
-  stream_scores(
-      rings, count, scorer,
+  stream_scores<Scorer>(
+      rings, count, q + t * HEADS * CHANNELS, w + t * HEADS, per_page % TILE == 0,
       [&](int i) { return i < count ? record_of(keys, table, per_page, begin + i) : keys; },
       [&](int i, float score) { out[i] = score; });
 }
 
-// v2: for contexts of any length. Scores on tensor cores by as many blocks of threads as a context
+// v2 for MXFP4 keys and contexts of any length. Scores on tensor cores by as many blocks of threads as a context
 // needs, written out once (4 bytes beside the 68 of a key) and chosen from by index_topk; a query that
 // is alone keeps every SM busy. Pages hold a multiple of 8 entries. scores (T, longest) f32 beyond
 // visible[t] are left as they are.
@@ -85,7 +136,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
   score_pages<OnBf16>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
 }
 
-// v3: v2 by FP8 products of warp groups (score_fp8.cuh), which halve the unpacking.
+// v3: the same by FP8 products of warp groups (score_fp8.cuh), which halve the unpacking.
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v3(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, float* scores, int width, int per_page,

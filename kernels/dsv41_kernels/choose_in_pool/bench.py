@@ -8,8 +8,9 @@ from dsv41.selection import choose_in_pool as text
 
 from ..bench import Case
 from ..choose_anywhere.bench import entries_of
+from ..indexing import macros
 from ..indexing_bench import decode_entries, packed_keys, queries
-from .cupy_op import choose_in_pool
+from .cupy_op import choose_v2
 
 OP, BUDGET, SIZE, K = "choose_in_pool", 2048, 8, 512
 
@@ -21,7 +22,8 @@ def cases(quick=False):
         blocks = [np.sort(rng.permutation(seen // SIZE)[:BUDGET]) for _ in range(requests)]
         arguments = q, w, entries, cupy.asarray(np.stack(blocks)), SIZE, K, OFFICIAL
         listed = requests * BUDGET * SIZE
-        for name, function in (("cupy_op", choose_in_pool), ("cupy text", text.definition)):
+        functions = {"v2": scoring("scores_v2"), "v3": scoring("scores_v3")}
+        for name, function in {**functions, "cupy text": text.definition}.items():
             call = lambda f=function, a=arguments: f(*a)  # noqa: E731
             yield Case(
                 op=OP,
@@ -32,6 +34,16 @@ def cases(quick=False):
                 bytes=68 * listed + 8 * requests * (BUDGET + K),
                 flops=8192 * listed,
             )
+
+
+def scoring(name):
+    """choose_in_pool by v2's way of scoring, bf16 products, or v3's, FP8 products."""
+
+    def choose(q, w, entries, blocks, block_size, k, numerics):
+        arrays = q, w, entries.keys, entries.pages, entries.order, entries.visible, blocks
+        return choose_v2(arrays, entries.per_page, k, macros(q, numerics), name)
+
+    return choose
 
 
 def check(arguments, got):

@@ -20,7 +20,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   extern __shared__ unsigned pool[];
   __shared__ __align__(16) float my_q[HEADS * CHANNELS];
   __shared__ float my_w[HEADS];
-  long long t = blockIdx.x, n = visible[t];
+  long long t = blockIdx.x, n = min(visible[t], (long long)width * per_page);
   load_query(q, w, t, my_q, my_w);
   __syncthreads();
   const long long *table = pages + order[t] * width, *mine = blocks + t * budget;
@@ -44,7 +44,7 @@ __device__ __forceinline__ void score_blocks(const float* q, const float* w, con
   extern __shared__ __align__(16) unsigned char rings[];
   int all = budget * RUN, chunks = (all + chunk - 1) / chunk;
   int begin = blockIdx.x % chunks * chunk, count = min(chunk, all - begin);
-  long long t = blockIdx.x / chunks, n = visible[t];
+  long long t = blockIdx.x / chunks, n = min(visible[t], (long long)width * per_page);
   const long long *table = pages + order[t] * width, *mine = blocks + t * budget + begin / RUN;
   unsigned* out = listed + t * all + begin;
   auto entry_of = [&](int i) {  // n where there is none
@@ -55,10 +55,8 @@ __device__ __forceinline__ void score_blocks(const float* q, const float* w, con
     long long entry = entry_of(i);
     return entry < n ? record_of(keys, table, per_page, (int)entry) : keys;
   };
-  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
-  stream_scores(rings, count, scorer, run, [&](int i, float score) {
-    out[i] = entry_of(i) < n ? order_key(score) : 0u;
-  });
+  auto take = [&](int i, float score) { out[i] = entry_of(i) < n ? order_key(score) : 0u; };
+  stream_scores<Scorer>(rings, count, q + t * HEADS * CHANNELS, w + t * HEADS, false, run, take);
 }
 
 // v2: blocks of 8 entries, which are 544 bytes in a row, scored on tensor cores by several blocks of
@@ -87,8 +85,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   extern __shared__ unsigned pool[];
   long long t = blockIdx.x;
   const long long* mine = blocks + t * budget;
-  for (int i = threadIdx.x; i < budget * RUN; i += blockDim.x) pool[i] = listed[t * budget * RUN + i];
-  __syncthreads();
+  load_keys_of_row(pool, budget * RUN, [&](int i) { return listed[t * budget * RUN + i]; });
   write_best(pool, budget * RUN, k, chosen + t * k,
              [&](int i) { return mine[i / RUN] * RUN + i % RUN; });
 }

@@ -5,7 +5,7 @@ from dsv41.quant import OFFICIAL
 
 from ..bench import Case
 from ..indexing_bench import FOUR_BIT, RECORD, check_scores, packed_keys, queries
-from .cupy_op import index_scores, scores_v1, scores_v2, scores_v4
+from .cupy_op import scores_v1, scores_v2, scores_v3, scores_v4
 
 OP = "index_scores"
 DECODE = [(32, 131_072, 100.0), (32, 524_288, 400.0), (1, 524_288, 15.0)]  # requests, keys, to beat
@@ -35,13 +35,13 @@ def prefill(tokens, count, target):
 
 
 def versions(q, w, keys, numerics, small):
-    """(name, function -> scores)."""
+    """(name, function -> scores): what is made for the shape, and at small ones the slow ways."""
     known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": int(numerics.bf16)}
-    yield "cupy_op", lambda: index_scores(q, w, keys, numerics)
+    runs = {"v1": scores_v1, "v2": scores_v2, "v3": scores_v3, "v4": scores_v4}
+    for name in ("v3",) if keys.ndim == 2 else ("v2", "v4"):
+        yield name, lambda run=runs[name]: run(known, q, w, keys)
     if small:
         yield "v1", lambda: scores_v1(known, q, w, keys)
-        yield "v2", lambda: scores_v2(known, q, w, keys)
-        yield "v4", lambda: scores_v4(known, q, w, keys)
         yield "cupy text", lambda: text.definition(q, w, keys, numerics)
 
 

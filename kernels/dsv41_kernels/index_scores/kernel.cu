@@ -33,9 +33,8 @@ __device__ __forceinline__ void score_chunk(const float* q, const float* w, cons
   long long begin = blockIdx.x % chunks * chunk;
   const unsigned char* first = keys + (t * keys_per_query + begin) * RECORD_BYTES;
   float* out = scores + t * count + begin;
-  Scorer scorer(q + t * HEADS * CHANNELS, w + t * HEADS);
-  stream_scores(
-      rings, (int)min(chunk, count - begin), scorer,
+  stream_scores<Scorer>(
+      rings, (int)min(chunk, count - begin), q + t * HEADS * CHANNELS, w + t * HEADS, true,
       [&](int i) { return first + i * RECORD_BYTES; }, [&](int i, float score) { out[i] = score; });
 }
 
@@ -43,7 +42,8 @@ __device__ __forceinline__ void score_chunk(const float* q, const float* w, cons
 // from shared memory on a key, 32 clocks of an SM; 68 bytes take 3.75 clocks from device memory. Here
 // a key costs 2 to 3 clocks of tensor cores and 4 of the integer units that unpack it, while copies
 // into shared memory run ahead without registers. A block of 8 warps scores `chunk` keys of a query.
-extern "C" __global__ void __launch_bounds__(256, 2)
+// In float32 the weights take four registers more than two blocks per SM leave.
+extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
     scores_v2(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {
   score_chunk<OnBf16>(q, w, keys, scores, count, keys_per_query, chunk);

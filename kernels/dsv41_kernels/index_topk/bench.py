@@ -10,7 +10,7 @@ from dsv41.indexer import index_topk as text
 from ..bench import Case
 from ..indexing_bench import check_best, float_rows
 from ..longrows import choose_long
-from .cupy_op import index_topk, topk_v1
+from .cupy_op import topk_v1
 
 OP, K = "index_topk", 512
 SHAPES = [(32, 1 << 20, 55.0), (1, 1 << 20, 13.0), (64, 16_384, 7.0)]  # rows, scores, to beat
@@ -33,7 +33,6 @@ def cases(quick=False):
 
 def versions(scores, visible):
     count = scores.shape[1]
-    yield "cupy_op", lambda: index_topk(scores, visible, K)
     if count <= 16_384:
         yield "v1", lambda: topk_v1(scores, visible, K)
     yield "v2", lambda: choose_long(OP, (scores, visible), count, K)

@@ -9,8 +9,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   extern __shared__ unsigned keys[];
   long long t = blockIdx.x;
   int n = (int)max(0ll, min(visible[t], count));
-  for (int i = threadIdx.x; i < n; i += blockDim.x) keys[i] = order_key(scores[t * count + i]);
-  __syncthreads();
+  load_keys_of_row(keys, n, [&](int i) { return order_key(scores[t * count + i]); });
   write_best(keys, n, k, chosen + t * k, [](int i) { return (long long)i; });
 }
 

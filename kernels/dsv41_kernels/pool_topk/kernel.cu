@@ -12,8 +12,8 @@ extern "C" __global__ void __launch_bounds__(256)
   extern __shared__ unsigned keys[];
   long long t = blockIdx.x, n = visible[t];
   const long long* mine = entries + t * count;
-  for (int i = threadIdx.x; i < count; i += blockDim.x)
-    keys[i] = mine[i] >= 0 && mine[i] < n ? order_key(scores[t * count + i]) : 0u;
-  __syncthreads();
+  load_keys_of_row(keys, count, [&](int i) {
+    return mine[i] >= 0 && mine[i] < n ? order_key(scores[t * count + i]) : 0u;
+  });
   write_best(keys, count, k, chosen + t * k, [&](int i) { return mine[i]; });
 }

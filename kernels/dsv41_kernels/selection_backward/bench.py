@@ -23,7 +23,7 @@ def cases(quick=False):
     rows = cupy.where(chosen < 0, -1, chosen + entries.order[:, None] * length)
     attention = cupy.where(rows < 0, 0, cupy.exp(float_rows(tokens, K))).astype(np.float32)
     arguments = q, w, entries.keys, rows, attention, 1 / tokens, FLOAT32
-    for name, function in (("cupy_op", selection_backward), ("cupy text", text.definition)):
+    for name, function in (("v1", selection_backward), ("cupy text", text.definition)):
         call = lambda f=function: f(*arguments)  # noqa: E731
         yield Case(
             op=OP,

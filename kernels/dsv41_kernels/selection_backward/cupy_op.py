@@ -25,7 +25,9 @@ def selection_backward(q, w, keys, rows, attention, weight, numerics):
     seen, sizes = cupy.zeros((count, words), np.uint32), (np.int64(words), np.int32(k))
     run = kernel("selection_backward", "queries_v1", shared=SHARED_BYTES, **known)
     inputs, outputs = (q, w, keys, rows, attention), (losses, dq, dw, ddots, seen)
-    launch(run, tokens, 128, (*inputs, np.float32(weight), *outputs, *sizes), shared)
+    launch(
+        run, tokens, 128, (*inputs, np.float32(weight), *outputs, *sizes, np.int64(count)), shared
+    )
     run = kernel("selection_backward", "keys_v1", **known)
     launch(run, count, 256, (q, rows, ddots, seen, dkeys, *sizes))
     return cupy.sum(losses), dq, dw, dkeys

@@ -54,7 +54,7 @@ __device__ __forceinline__ float compare(float* scores, const float* attention, 
 extern "C" __global__ void __launch_bounds__(128, 2)
     queries_v1(const float* q, const float* w, const unsigned char* keys, const long long* rows,
                const float* attention, float weight, float* losses, float* dq, float* dw, float* ddots,
-               unsigned* seen, long long words, int k) {
+               unsigned* seen, long long words, int k, long long count) {
   extern __shared__ float dots[];  // (HEADS, k), then scores (k)
   __shared__ __align__(16) float my_q[HEADS * CHANNELS];
   __shared__ float my_w[HEADS];
@@ -65,7 +65,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
   __syncthreads();
   for (int s = threadIdx.x; s < k; s += blockDim.x) {
     float some[HEADS];
-    long long row = mine[s];
+    long long row = mine[s] < count ? mine[s] : -1;
     head_dots(my_q, keys + max(row, 0ll) * RECORD_BYTES, some);
     for (int a = 0; a < HEADS; ++a) dots[a * k + s] = some[a];
     scores[s] = row < 0 ? -1e30f : weigh_heads(some, my_w);
@@ -90,7 +90,7 @@ extern "C" __global__ void __launch_bounds__(128, 2)
     int a = i / CHANNELS, c = i % CHANNELS;
     float sum = 0.f;
     for (int s = 0; s < k; ++s) {
-      if (mine[s] < 0) continue;
+      if (mine[s] < 0 || mine[s] >= count) continue;
       sum += dots[a * k + s] * decode_one(keys + mine[s] * RECORD_BYTES, c);
     }
     dq[t * HEADS * CHANNELS + i] = sum;
