@@ -5,7 +5,7 @@
 // the rows of a and of the b of `product_64`; the b of the other two is the same block read the other
 // way, k down the rows, and 64 columns in one block or 256 over four. With g = lane / 4, t = lane % 4 and w the warp
 // in its group, a thread's d[4 j + 0, 1] are row 16 w + g, columns 8 j + 2 t and + 1; d[4 j + 2, 3] are
-// eight rows below.
+// eight rows below. A step of 16 bytes inside a matrix is 1 in its description.
 
 constexpr int BLOCK = 64 * 128;  // bytes
 

@@ -13,10 +13,12 @@
 
 constexpr int BLOCKS = 8, MOST_CHUNKS = 12, NOTE_BYTES = 64 * 4 + 2 * GROUP * 4 + BLOCK;
 
-__device__ void meet_cluster() {
+// The barrier of the cluster, in two halves: what was written before the first is seen after the second.
+__device__ void arrive_cluster() {
   __threadfence();
-  asm volatile("barrier.cluster.arrive.release.aligned; barrier.cluster.wait.acquire.aligned;" ::: "memory");
+  asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
+__device__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
 struct Note {  // of one chunk
   char* at;
@@ -25,32 +27,51 @@ struct Note {  // of one chunk
   __device__ uint4* weights() const { return reinterpret_cast<uint4*>(at + 64 * 4 + 2 * GROUP * 4); }
 };
 
-// Channels 64 block .. + 63 of the records of all chunks, a block of 64 rows per chunk.
+// Half of the 64 channels from 64 block on of one record: 32 channels.
+struct Piece {
+  uint4 codes[2];
+  unsigned scales;
+
+  __device__ void read(const unsigned char* record, bool recent, bool real, int block, int odd) {
+    codes[0] = read_16(record + (recent ? 64 * block + 32 * odd : 32 * block + 16 * odd), real);
+    codes[1] = read_16(record + 64 * block + 32 * odd + 16, real && recent);
+    const unsigned char* at = record + (recent ? 512 + 2 * block + odd : 256 + 4 * block + 2 * odd);
+    scales = real ? __ldg(at) | (recent ? 0 : __ldg(at + 1) << 8) : 0;
+  }
+
+  __device__ void place(char* values, int row, bool recent, int odd) const {
+    const uint2 scale = recent ? make_uint2(e8m0_scale(scales), 0) : e4m3_scales(scales);
+    const uint4 a = codes[0], b = codes[1];
+    *block_piece(values, row, 4 * odd) = recent ? place_e4m3(a.x, a.y, scale.x) : place_e2m1(a.x, scale.x);
+    *block_piece(values, row, 4 * odd + 1) =
+        recent ? place_e4m3(a.z, a.w, scale.x) : place_e2m1(a.y, scale.x);
+    *block_piece(values, row, 4 * odd + 2) =
+        recent ? place_e4m3(b.x, b.y, scale.x) : place_e2m1(a.z, scale.y);
+    *block_piece(values, row, 4 * odd + 3) =
+        recent ? place_e4m3(b.z, b.w, scale.x) : place_e2m1(a.w, scale.y);
+  }
+};
+
+// These channels of all chunks, a block of 64 rows per chunk, by one group; four chunks on their way.
 __device__ void decode_channels(char* values, const long long* rows, int chunks, int block,
                                 const Lists& lists) {
-  for (int i = threadIdx.x % GROUP; i < chunks * CHUNK * 2; i += GROUP) {  // half a row each
-    const int place = i / 2, odd = i % 2, row = place % CHUNK;
-    const bool recent = place < lists.near_width, real = rows[place] >= 0;
-    const unsigned char* record = recent ? lists.near : lists.far;
-    if (real) record += rows[place] * (recent ? NEAR_BYTES : FAR_BYTES);
-    char* to = values + place / CHUNK * BLOCK;
-    if (recent) {
-      const uint4 low = read_16(record + 64 * block + 32 * odd, real);
-      const uint4 high = read_16(record + 64 * block + 32 * odd + 16, real);
-      const unsigned scale = e8m0_scale(real ? record[512 + 2 * block + odd] : 0);
-      *block_piece(to, row, 4 * odd) = place_e4m3(low.x, low.y, scale);
-      *block_piece(to, row, 4 * odd + 1) = place_e4m3(low.z, low.w, scale);
-      *block_piece(to, row, 4 * odd + 2) = place_e4m3(high.x, high.y, scale);
-      *block_piece(to, row, 4 * odd + 3) = place_e4m3(high.z, high.w, scale);
-    } else {
-      const uint4 codes = read_16(record + 32 * block + 16 * odd, real);
-      const unsigned char* scales = record + 256 + 4 * block + 2 * odd;
-      const uint2 scale = e4m3_scales(real ? scales[0] | scales[1] << 8 : 0);
-      *block_piece(to, row, 4 * odd) = place_e2m1(codes.x, scale.x);
-      *block_piece(to, row, 4 * odd + 1) = place_e2m1(codes.y, scale.x);
-      *block_piece(to, row, 4 * odd + 2) = place_e2m1(codes.z, scale.y);
-      *block_piece(to, row, 4 * odd + 3) = place_e2m1(codes.w, scale.y);
+  constexpr int AHEAD = 4;
+  const int row = threadIdx.x % GROUP / 2, odd = threadIdx.x % 2;
+  for (int first = 0; first < chunks; first += AHEAD) {
+    Piece pieces[AHEAD];
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i) {
+      const int place = (first + i) * CHUNK + row;
+      const bool recent = place < lists.near_width, real = first + i < chunks && rows[place] >= 0;
+      const unsigned char* record = recent ? lists.near : lists.far;
+      if (real) record += rows[place] * (recent ? NEAR_BYTES : FAR_BYTES);
+      pieces[i].read(record, recent, real, block, odd);
     }
+#pragma unroll
+    for (int i = 0; i < AHEAD; ++i)
+      if (first + i < chunks)
+        pieces[i].place(values + (first + i) * BLOCK, row,
+                        (first + i) * CHUNK + row < lists.near_width, odd);
   }
 }
 
@@ -71,7 +92,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
   float* norms = reinterpret_cast<float*>(keys + 2 * KEYS_BYTES);  // (64,)
   float2* angle = reinterpret_cast<float2*>(norms + 64);           // (pairs,)
   long long* rows = reinterpret_cast<long long*>(angle + pairs);   // (chunks, CHUNK)
-  unsigned long long* valid = reinterpret_cast<unsigned long long*>(rows + chunks * CHUNK);  // bits
+  uint2* valid = reinterpret_cast<uint2*>(rows + chunks * CHUNK);  // (chunks,) bits of places
   auto note = [&](int chunk) { return Note{notes + (token * chunks + chunk) * NOTE_BYTES}; };
 
   const bool past_the_end = read_lists(rows, valid, lists, token, chunks, 2 * GROUP);
@@ -83,6 +104,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
       make_chunk(keys + i * KEYS_BYTES, rows, block + i * BLOCKS, lists, [] {});
   } else {
     const float4* q4 = reinterpret_cast<const float4*>(q + token * ALL_HEADS * C);
+#pragma unroll 16
     for (int i = threadIdx.x; i < ALL_HEADS * C / 8; i += GROUP)
       *block_piece(queries, i / (C / 8), i % (C / 8)) = query_piece(q4, i, angle, pairs);
   }
@@ -101,10 +123,10 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
     }
   }
   __syncthreads();  // nobody reads q and keys any more
-  meet_cluster();
-  if (group == 1) {
-    decode_channels(values, rows, chunks, block, lists);
-  } else {
+  arrive_cluster();
+  if (group == 1) decode_channels(values, rows, chunks, block, lists);
+  wait_cluster();
+  if (group == 0) {
 #pragma unroll
     for (int i = 0; i < 2; ++i) {
       const int chunk = block + i * BLOCKS;
@@ -112,13 +134,16 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         float top = NEVER;
+#pragma unroll 4
         for (int c = 0; c <= chunk; ++c) top = fmaxf(top, __ldcg(note(c).maxima() + low + 8 * n));
         note(chunk).sums()[n * GROUP + threadIdx.x] = exponentials(s[i], n, top);
       }
       store_weights(reinterpret_cast<char*>(note(chunk).weights()), s[i], low);
     }
   }
-  meet_cluster();
+  arrive_cluster();
+  wait_cluster();
+#pragma unroll 8
   for (int i = threadIdx.x; i < chunks * (BLOCK / 16); i += 2 * GROUP)
     reinterpret_cast<uint4*>(weights)[i] = __ldcg(note(i / (BLOCK / 16)).weights() + i % (BLOCK / 16));
   publish();
@@ -137,11 +162,10 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
         total[n] = __fmaf_rn(total[n], decay[n], sum);
       }
       shrink_values<32>(o, decay[0], decay[1]);
+      const unsigned long long a = matrix(weights + chunk * BLOCK), b = matrix(values + chunk * BLOCK);
       begin_products();
 #pragma unroll
-      for (int k = 0; k < CHUNK / 16; ++k)
-        product_64_down(o, matrix(weights + chunk * BLOCK + 32 * k),
-                        matrix(values + chunk * BLOCK + 2048 * k), 1);
+      for (int k = 0; k < CHUNK / 16; ++k) product_64_down(o, a + 32 / 16 * k, b + 2048 / 16 * k, 1);
       finish_products();
     }
     float norm[2] = {norm_of(total[0], top[0], sink[low]), norm_of(total[1], top[1], sink[low + 8])};

@@ -68,7 +68,7 @@ __device__ unsigned e8m0_scale(unsigned code) { return twice(code > 142 ? 0x7fc0
 
 // Piece i of a head's q (8 channels), turned and rounded; channels 0 4 1 5 2 6 3 7, as records have them.
 __device__ uint4 query_piece(const float4* q, int i, const float2* angle, int pairs) {
-  float4 low = q[2 * i], high = q[2 * i + 1];
+  float4 low = __ldg(q + 2 * i), high = __ldg(q + 2 * i + 1);
   float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
   const int first = i % (C / 8) * 4 - (C / 2 - pairs);
 #pragma unroll
@@ -78,16 +78,19 @@ __device__ uint4 query_piece(const float4* q, int i, const float2* angle, int pa
                     bf16_pair(x[3], x[7]));
 }
 
-// o from `heads` rows of `stride` floats that begin at channel `first`, turned back, rounded, to out.
+// Rounded o from `heads` rows of `stride` floats that begin at channel `first`, turned back, to out.
 __device__ void write_rows(float* out, const float* rows, int stride, int first, int channels, int heads,
                            const float2* angle, int pairs, int threads) {
   const int quads = channels / 4;
   for (int i = threadIdx.x; i < heads * quads; i += threads) {
     float4 x = *reinterpret_cast<const float4*>(rows + i / quads * stride + i % quads * 4);
     int pair = (first / 4 + i % quads) * 2 - (C / 2 - pairs);
-    if (pair >= 0) turn_pair(x.x, x.y, make_float2(angle[pair].x, -angle[pair].y));
-    if (pair + 1 >= 0) turn_pair(x.z, x.w, make_float2(angle[pair + 1].x, -angle[pair + 1].y));
-    reinterpret_cast<float4*>(out + i / quads * C + first)[i % quads] = rounded(x);
+    if (pair + 1 >= 0) {
+      if (pair >= 0) turn_pair(x.x, x.y, make_float2(angle[pair].x, -angle[pair].y));
+      turn_pair(x.z, x.w, make_float2(angle[pair + 1].x, -angle[pair + 1].y));
+      x = rounded(x);
+    }
+    reinterpret_cast<float4*>(out + i / quads * C + first)[i % quads] = x;
   }
 }
 

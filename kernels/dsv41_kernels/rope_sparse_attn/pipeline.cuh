@@ -34,9 +34,10 @@ __device__ uint4 read_16(const unsigned char* from, bool real) {
 __device__ unsigned word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
 
 // All rows that a token reads, and a bit for each place that has one; true if one is past the end.
-__device__ bool read_lists(long long* rows, unsigned long long* valid, const Lists& lists, long long token,
-                           int chunks, int threads) {
+__device__ bool read_lists(long long* rows, uint2* valid, const Lists& lists, long long token, int chunks,
+                           int threads) {
   bool past_the_end = false;
+#pragma unroll 2
   for (int j = threadIdx.x; j < chunks * CHUNK; j += threads) {  // whole warps
     rows[j] = lists.row(token, j, past_the_end);
     unsigned bits = __ballot_sync(~0u, rows[j] >= 0);
@@ -116,13 +117,15 @@ __device__ void make_keys(char* keys, const long long* rows, int chunks, const L
 
 // The softmax of 64 heads by 128 threads: a thread holds two heads, `low` and eight below (n = 0, 1),
 // and of each the places 8 j + 2 t and + 1, at s[4 j + 2 n] and the next.
-__device__ float mask_and_max(float* s, int n, unsigned long long valid) {
+__device__ float mask_and_max(float* s, int n, uint2 valid) {
   const float scale = LIFT * LOG2_E / sqrtf((float)C);
+  const unsigned first = valid.x >> threadIdx.x % 4 * 2, second = valid.y >> threadIdx.x % 4 * 2;
   float top = NEVER;
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     float& x = s[j / 2 * 4 + n * 2 + j % 2];
-    x = valid >> (j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2) & 1 ? x * scale : minus_infinity();
+    const unsigned bit = (j < 8 ? first : second) & 1u << (j / 2 % 4 * 8 + j % 2);
+    x = bit ? x * scale : minus_infinity();
     top = fmaxf(top, x);
   }
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -158,11 +161,12 @@ __device__ float norm_of(float total, float top, float sink) {
 }
 
 __device__ void score(float* s, const char* queries, const char* keys) {
+  const unsigned long long a = matrix(queries), b = matrix(keys);
   begin_products();
 #pragma unroll
   for (int k = 0; k < C / 16; ++k) {
-    const int at = k / 4 * BLOCK + k % 4 * 32;
-    product_64(s, matrix(queries + at), matrix(keys + at), k > 0);
+    const int step = (k / 4 * BLOCK + k % 4 * 32) / 16;
+    product_64(s, a + step, b + step, k > 0);
   }
   finish_products();
 }
@@ -175,23 +179,28 @@ __device__ void shrink_values(float* o, float low, float high) {
     o[j] *= low, o[j + 1] *= low, o[j + 2] *= high, o[j + 3] *= high;
 }
 
+__device__ void store_pair(float* to, float first, float second) {  // channels t and t + 4
+  const unsigned pair = bf16_pair(first, second);
+  to[0] = __uint_as_float(pair << 16), to[4] = __uint_as_float(pair & 0xffff0000u);
+}
+
 // o over the norms of its two heads, rounded, to rows of `stride` floats that begin at the first column.
 template <int COUNT>
 __device__ void stage_values(float* rows, int stride, const float* o, int low, float norm, float below) {
+  const float inverse = LIFT / norm, inverse_below = LIFT / below;
 #pragma unroll
   for (int j = 0; j < COUNT; j += 4) {
     float* to = rows + low * stride + 2 * j + threadIdx.x % 4;
-    to[0] = bf16(o[j] * LIFT / norm), to[4] = bf16(o[j + 1] * LIFT / norm);
-    to += 8 * stride;
-    to[0] = bf16(o[j + 2] * LIFT / below), to[4] = bf16(o[j + 3] * LIFT / below);
+    store_pair(to, o[j] * inverse, o[j + 1] * inverse);
+    store_pair(to + 8 * stride, o[j + 2] * inverse_below, o[j + 3] * inverse_below);
   }
 }
 
 __device__ void add_half(float* o, const char* weights, const char* keys, int half) {
+  const unsigned long long a = matrix(weights), b = matrix(keys + 4 * half * BLOCK);
   begin_products();
 #pragma unroll
-  for (int k = 0; k < CHUNK / 16; ++k)
-    product_256(o, matrix(weights + 32 * k), matrix(keys + 4 * half * BLOCK + 2048 * k), 1);
+  for (int k = 0; k < CHUNK / 16; ++k) product_256(o, a + 32 / 16 * k, b + 2048 / 16 * k, 1);
   finish_products();
 }
 
@@ -210,7 +219,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
   float* shrink = reinterpret_cast<float*>(weights + BLOCK);   // (64,); later norms
   float2* angle = reinterpret_cast<float2*>(shrink + 64);      // (pairs,)
   long long* rows = reinterpret_cast<long long*>(angle + pairs);  // (chunks, CHUNK)
-  unsigned long long* valid = reinterpret_cast<unsigned long long*>(rows + chunks * CHUNK);  // bits
+  uint2* valid = reinterpret_cast<uint2*>(rows + chunks * CHUNK);  // (chunks,) bits of places
 
   bool past_the_end = read_lists(rows, valid, lists, token, chunks, 3 * GROUP);
   for (int i = threadIdx.x; i < pairs; i += 3 * GROUP)
@@ -224,6 +233,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
   }
   more_registers<208>();
   const float4* q4 = reinterpret_cast<const float4*>(q + token * ALL_HEADS * C);
+#pragma unroll 8
   for (int i = threadIdx.x; i < ALL_HEADS * C / 8; i += 2 * GROUP)
     *block_piece(queries, i / (C / 8), i % (C / 8)) = query_piece(q4, i, angle, pairs);
   publish();

@@ -177,6 +177,10 @@ __device__ void add_values(float o[M_TILES][8][4], char* weights, char* keys, co
 __device__ void store_values(float* out, float* rows, const float o[M_TILES][8][4], const float* norm,
                              const float2* angle, int pairs) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float inverse[M_TILES][2];
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m)
+    for (int n = 0; n < 2; ++n) inverse[m][n] = LIFT / norm[16 * m + 8 * n + lane / 4];
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
@@ -184,7 +188,7 @@ __device__ void store_values(float* out, float* rows, const float o[M_TILES][8][
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
         int head = 16 * m + lane / 4 + i / 2 * 8, channel = 64 * warp + 8 * n + lane % 4 + i % 2 * 4;
-        rows[head * O_STRIDE + channel] = bf16(o[m][n][i] * LIFT / norm[head]);
+        rows[head * O_STRIDE + channel] = bf16(o[m][n][i] * inverse[m][i / 2]);
       }
   __syncthreads();
   write_rows(out, rows, O_STRIDE, 0, C, HEADS, angle, pairs, WARPS * 32);

@@ -180,9 +180,13 @@ extern "C" __global__ void __launch_bounds__(THREADS)
       if (place[j] < 0) continue;
       float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
 #pragma unroll
-      for (int h = 0; h < H; ++h) {
-        add_product(sum, weights[j * H + h], value[h]);
-        add_product(sum, slopes[j * H + h], key[h]);
+      for (int h = 0; h < H; h += 4) {
+        const float4 p = *reinterpret_cast<const float4*>(weights + j * H + h);
+        const float4 ds = *reinterpret_cast<const float4*>(slopes + j * H + h);
+        add_product(sum, p.x, value[h]), add_product(sum, ds.x, key[h]);
+        add_product(sum, p.y, value[h + 1]), add_product(sum, ds.y, key[h + 1]);
+        add_product(sum, p.z, value[h + 2]), add_product(sum, ds.z, key[h + 2]);
+        add_product(sum, p.w, value[h + 3]), add_product(sum, ds.w, key[h + 3]);
       }
       parts[(long long)place[j] * QUADS + quad] = sum;
     }
