@@ -11,7 +11,8 @@
 // heads, parts of sums, p as `wgmma.cuh` wants it. It is written once and read from L2. The chain of
 // dependent steps is as long as two chunks of v4 plus two barriers, instead of ten chunks.
 
-constexpr int BLOCKS = 8, MOST_CHUNKS = 12, NOTE_BYTES = 64 * 4 + 2 * GROUP * 4 + BLOCK;
+constexpr int BLOCKS = 8, MOST_CHUNKS = 12;
+constexpr int NUMBERS = 64 + 2 * GROUP, NOTE_BYTES = NUMBERS * 4 + BLOCK;
 
 // The barrier of the cluster, in two halves: what was written before the first is seen after the second.
 __device__ void arrive_cluster() {
@@ -20,11 +21,11 @@ __device__ void arrive_cluster() {
 }
 __device__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
 
-struct Note {  // of one chunk
+struct Note {  // of one chunk: maxima (64,), parts of sums (2, GROUP), weights (64 heads, CHUNK)
   char* at;
-  __device__ float* maxima() const { return reinterpret_cast<float*>(at); }             // (64,)
-  __device__ float* sums() const { return reinterpret_cast<float*>(at) + 64; }          // (2, GROUP)
-  __device__ uint4* weights() const { return reinterpret_cast<uint4*>(at + 64 * 4 + 2 * GROUP * 4); }
+  __device__ float* maxima() const { return reinterpret_cast<float*>(at); }
+  __device__ float* sums() const { return maxima() + 64; }
+  __device__ char* weights() const { return at + NUMBERS * 4; }
 };
 
 // Half of the 64 channels from 64 block on of one record: 32 channels.
@@ -89,8 +90,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
   char* keys = queries + KEYS_BYTES;                            // two chunks of (CHUNK, 512)
   char* weights = queries;                                      // later (chunks, 64 heads, CHUNK), then
   char* values = queries + MOST_CHUNKS * BLOCK;                 // (chunks, CHUNK, 64 channels)
-  float* norms = reinterpret_cast<float*>(keys + 2 * KEYS_BYTES);  // (64,)
-  float2* angle = reinterpret_cast<float2*>(norms + 64);           // (pairs,)
+  float* numbers = reinterpret_cast<float*>(keys + 2 * KEYS_BYTES);            // (chunks, NUMBERS)
+  float2* angle = reinterpret_cast<float2*>(numbers + MOST_CHUNKS * NUMBERS);  // (pairs,)
   long long* rows = reinterpret_cast<long long*>(angle + pairs);   // (chunks, CHUNK)
   uint2* valid = reinterpret_cast<uint2*>(rows + chunks * CHUNK);  // (chunks,) bits of places
   auto note = [&](int chunk) { return Note{notes + (token * chunks + chunk) * NOTE_BYTES}; };
@@ -135,17 +136,20 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
       for (int n = 0; n < 2; ++n) {
         float top = NEVER;
 #pragma unroll 4
-        for (int c = 0; c <= chunk; ++c) top = fmaxf(top, __ldcg(note(c).maxima() + low + 8 * n));
+        for (int c = 0; c <= chunk; ++c) top = fmaxf(top, fresh(note(c).maxima() + low + 8 * n));
         note(chunk).sums()[n * GROUP + threadIdx.x] = exponentials(s[i], n, top);
       }
-      store_weights(reinterpret_cast<char*>(note(chunk).weights()), s[i], low);
+      store_weights(note(chunk).weights(), s[i], low);
     }
   }
   arrive_cluster();
   wait_cluster();
 #pragma unroll 8
-  for (int i = threadIdx.x; i < chunks * (BLOCK / 16); i += 2 * GROUP)
-    reinterpret_cast<uint4*>(weights)[i] = __ldcg(note(i / (BLOCK / 16)).weights() + i % (BLOCK / 16));
+  for (int i = threadIdx.x; i < chunks * (NOTE_BYTES / 16); i += 2 * GROUP) {
+    const int chunk = i / (NOTE_BYTES / 16), part = i % (NOTE_BYTES / 16) - NUMBERS / 4;
+    char* to = part < 0 ? reinterpret_cast<char*>(numbers + (chunk + 1) * NUMBERS) : weights + chunk * BLOCK;
+    reinterpret_cast<uint4*>(to)[part] = fresh(reinterpret_cast<const uint4*>(note(0).at) + i);
+  }
   publish();
   __syncthreads();
 
@@ -156,10 +160,10 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         float before = top[n];
-        top[n] = fmaxf(before, __ldcg(note(chunk).maxima() + low + 8 * n));
+        const float* of_chunk = numbers + chunk * NUMBERS;
+        top[n] = fmaxf(before, of_chunk[low + 8 * n]);
         decay[n] = exp2f(before - top[n]);
-        const float sum = __ldcg(note(chunk).sums() + n * GROUP + threadIdx.x);
-        total[n] = __fmaf_rn(total[n], decay[n], sum);
+        total[n] = __fmaf_rn(total[n], decay[n], of_chunk[64 + n * GROUP + threadIdx.x]);
       }
       shrink_values<32>(o, decay[0], decay[1]);
       const unsigned long long a = matrix(weights + chunk * BLOCK), b = matrix(values + chunk * BLOCK);
