@@ -96,7 +96,8 @@ def processors():
     """SMs of the current GPU."""
     import cupy
 
-    return cupy.cuda.Device().attributes["MultiProcessorCount"]
+    runtime = cupy.cuda.runtime
+    return runtime.deviceGetAttribute(runtime.cudaDevAttrMultiProcessorCount, runtime.getDevice())
 
 
 def numba_launch(kernel, blocks, threads, arguments, shared=0):
@@ -120,7 +121,8 @@ def numba_launch(kernel, blocks, threads, arguments, shared=0):
 
         # one stream, so nothing to wait for; waiting would also end the recording of a graph
         arguments = [cuda.as_cuda_array(a, sync=False) if _is_array(a) else a for a in arguments]
-        stream = cuda.external_stream(cupy.cuda.get_current_stream().ptr)
+        current = cupy.cuda.get_current_stream().ptr
+        stream = cuda.external_stream(current) if current else 0
     kernel[blocks, threads, stream, shared](*arguments)
 
 

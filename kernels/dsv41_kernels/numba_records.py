@@ -85,41 +85,65 @@ def scale_functions(scale, largest):
 
 
 @functools.cache
-def group_writer(fmt, channels, bf16):
-    """Device function that quantises one group x and stores it as part `in_row` of record `row`.
-
-    `words` and `records` are the same memory, as words of `store_bytes` and as bytes. bf16 says
-    that x holds bf16 values.
-    """
-    bits, group, floor = fmt.element.bits, fmt.group, np.float32(fmt.floor)
-    record, groups = fmt.record_bytes(channels), channels // fmt.group
-    mantissa_bits, lowest, largest = E2M1 if bits == 4 else E4M3
-    scale_byte, scale_value, inverse_of = scale_functions(fmt.scale, fmt.element.largest)
-    ratio = ratio_function(fmt.scale, bf16)
-    sign_shift, code_bits = np.uint32(bits - 1), np.uint64(bits)
-    per_store, word_type = 8 * store_bytes(record) // bits, UNSIGNED[store_bytes(record)]
-    stores, code_bytes = group // per_store, channels * bits // 8
+def amax_function(group):
+    """Device function (x, bad, position) -> bits of the amax; reports what is not finite."""
 
     @cuda.jit(device=True)
-    def write(x, row, in_row, words, records, bad):
+    def amax_of(x, bad, position):
         amax = np.uint32(0)
         for i in range(group):
             amax = max(amax, np.uint32(bits_of(x[i]) & MAGNITUDE))
         if amax >= EXPONENT:
             for i in range(group):
                 if bits_of(x[i]) & MAGNITUDE >= EXPONENT:
-                    report(bad, (row * groups + in_row) * group + i, x[i])
+                    report(bad, position + i, x[i])
+        return np.uint32(amax)
+
+    return amax_of
+
+
+@functools.cache
+def word_function(fmt, bf16, per_store):
+    """Device function (x, first, value, inverse) -> the codes of x[first ...] in one word."""
+    mantissa_bits, lowest, largest = E2M1 if fmt.element.bits == 4 else E4M3
+    sign_shift, code_bits = np.uint32(fmt.element.bits - 1), np.uint64(fmt.element.bits)
+    ratio = ratio_function(fmt.scale, bf16)
+
+    @cuda.jit(device=True)
+    def word_of(x, first, value, inverse):
+        word = np.uint64(0)
+        for k in range(per_store):
+            element = x[first + k]
+            code = code_of(ratio(element, value, inverse), mantissa_bits, lowest, largest)
+            code = np.uint32(code | np.uint32(sign_of(element) << sign_shift))
+            word |= np.uint64(code) << (np.uint64(k) * code_bits)
+        return word
+
+    return word_of
+
+
+@functools.cache
+def group_writer(fmt, channels, bf16):
+    """Device function that quantises one group x and stores it as part `in_row` of record `row`.
+
+    `words` and `records` are the same memory, as words of `store_bytes` and as bytes. bf16 says
+    that x holds bf16 values.
+    """
+    group, groups, floor = fmt.group, channels // fmt.group, np.float32(fmt.floor)
+    size = store_bytes(fmt.record_bytes(channels))
+    per_store, word_type = 8 * size // fmt.element.bits, UNSIGNED[size]
+    stores, code_bytes = group // per_store, channels * fmt.element.bits // 8
+    amax_of, word_of = amax_function(group), word_function(fmt, bf16, per_store)
+    scale_byte, scale_value, inverse_of = scale_functions(fmt.scale, fmt.element.largest)
+
+    @cuda.jit(device=True)
+    def write(x, row, in_row, words, records, bad):
+        amax = amax_of(x, bad, (row * groups + in_row) * group)
         byte = scale_byte(max(float_of(amax), floor))
         value = scale_value(byte)
         inverse = inverse_of(byte, value)
         for s in range(stores):
-            word = np.uint64(0)
-            for k in range(per_store):
-                element = x[s * per_store + k]
-                code = code_of(ratio(element, value, inverse), mantissa_bits, lowest, largest)
-                code = np.uint32(code | np.uint32(sign_of(element) << sign_shift))
-                word |= np.uint64(code) << (np.uint64(k) * code_bits)
-            words[row, in_row * stores + s] = word_type(word)
+            words[row, in_row * stores + s] = word_type(word_of(x, s * per_store, value, inverse))
         records[row, code_bytes + in_row] = np.uint8(byte)
 
     return write
@@ -187,35 +211,45 @@ def launch_pack(x, records, word, fmt):
 
 @functools.cache
 def unpack_kernel(fmt, channels, bf16):
-    """The kernel (words, scales, out as uint64, units): a unit is one 8-byte store."""
+    """The kernel (words, records, out as uint64, units): a unit is one 8-byte store."""
     bits, group, code_bytes = fmt.element.bits, fmt.group, channels * fmt.element.bits // 8
-    element_value = e2m1_value if bits == 4 else e4m3_value
     scale_value = scale_functions(fmt.scale, fmt.element.largest)[1]
-    per_store = 4 if bf16 else 2
-    size = load_bytes(fmt, channels, bf16)
+    size, per_store = load_bytes(fmt, channels, bf16), 4 if bf16 else 2
     units, loads = channels // per_store, per_store * bits // 8 // size
-    width, mask = np.uint64(16 if bf16 else 32), np.uint32(2**bits - 1)
+    word_of = value_word_function(bits, bf16)
 
     @cuda.jit
     def unpack(words, records, out, count):
         unit = cuda.grid(1)
-        if unit >= count:
-            return
-        row, in_row = unit // units, unit % units
-        scale = scale_value(np.uint32(records[row, code_bytes + in_row * per_store // group]))
-        codes = np.uint32(0)
-        for i in range(loads):
-            loaded = np.uint32(words[row, in_row * loads + i])
-            codes = np.uint32(codes | np.uint32(loaded << np.uint32(8 * size * i)))
+        if unit < count:
+            row, in_row = unit // units, unit % units
+            scale = scale_value(np.uint32(records[row, code_bytes + in_row * per_store // group]))
+            codes = np.uint32(0)
+            for i in range(loads):
+                loaded = np.uint32(words[row, in_row * loads + i])
+                codes = np.uint32(codes | np.uint32(loaded << np.uint32(8 * size * i)))
+            out[unit] = word_of(codes, scale)
+
+    return unpack
+
+
+@functools.cache
+def value_word_function(bits, bf16):
+    """Device function (codes, scale) -> 4 bf16 or 2 f32 in a word of 8 bytes."""
+    element_value, mask = e2m1_value if bits == 4 else e4m3_value, np.uint32(2**bits - 1)
+    values, width = (4, np.uint64(16)) if bf16 else (2, np.uint64(32))
+
+    @cuda.jit(device=True)
+    def word_of(codes, scale):
         word = np.uint64(0)
-        for k in range(per_store):
+        for k in range(values):
             code = np.uint32(codes >> np.uint32(k * bits)) & mask
             value = element_value(np.uint32(code)) * scale
             pattern = bf16_code(value) if bf16 else bits_of(value)
             word |= np.uint64(pattern) << (np.uint64(k) * width)
-        out[unit] = word
+        return word
 
-    return unpack
+    return word_of
 
 
 def load_bytes(fmt, channels, bf16):

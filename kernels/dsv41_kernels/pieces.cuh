@@ -26,7 +26,7 @@ __device__ inline Piece piece_of_thread(long long pieces) {
   // trap: where lanes 2k and 2k + 1 share a group, the last pair is repeated as a pair
   p.mine = thread < pieces;
   p.index = p.mine ? thread : pieces - 1 - (GROUP == 16 ? 0 : (pieces - 1 - thread) & 1);
-  p.row = p.index / (CHANNELS / 16);
+  p.row = (u64)p.index / (CHANNELS / 16);
   p.in_row = (int)(p.index - p.row * (CHANNELS / 16));
   p.leads = GROUP == 16 || p.in_row % 2 == 0;
   return p;
@@ -72,15 +72,13 @@ __device__ inline void load16(const Element* x, long long piece, float* v) {
   unpack_raw(load_raw(x, piece), v);
 }
 
-__device__ inline void report_piece(u64* bad, long long piece, const float* v) {
-  for (int i = 0; i < 16; ++i)
-    if (not_finite(magnitude(v[i]))) report(bad, 16 * piece + i, v[i]);
-}
-
-__device__ inline void report_words(u64* bad, long long piece, const u32* w) {
-  float v[16];
-  for (int i = 0; i < 16; ++i) v[i] = i % 2 ? high_bf16(w[i / 2]) : low_bf16(w[i / 2]);
-  report_piece(bad, piece, v);
+// Which of a piece are bad: read again, as this almost never happens and must cost no registers.
+__device__ inline void report_piece(u64* bad, const Element* x, long long piece) {
+#pragma unroll 1
+  for (int i = 0; i < 16; ++i) {
+    float value = element(x[16 * piece + i]);
+    if (not_finite(magnitude(value))) report(bad, 16 * piece + i, value);
+  }
 }
 
 // `count` words (2 or 4) to a record that starts at a multiple of RECORD bytes, as wide as it allows.

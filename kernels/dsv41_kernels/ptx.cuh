@@ -66,3 +66,17 @@ __device__ inline u32 mul_bf16x2(u32 a, u32 b) {
   asm("mul.rn.bf16x2 %0, %1, %2;" : "=r"(out) : "r"(a), "r"(b));
   return out;
 }
+
+// Bits of a where the mask is set, of b elsewhere: one instruction, which the compiler makes two of.
+__device__ inline u32 select(u32 mask, u32 a, u32 b) {
+  u32 out;
+  asm("lop3.b32 %0, %1, %2, %3, 0xE2;" : "=r"(out) : "r"(a), "r"(mask), "r"(b));
+  return out;
+}
+
+// Bytes of a, or zero (4), as four selectors say.
+__device__ inline u32 prmt(u32 a, u32 selectors) {
+  u32 out;
+  asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(out) : "r"(a), "r"(selectors));
+  return out;
+}

@@ -27,11 +27,11 @@ HEADING = (
 
 
 def load(folder=RESULTS):
-    """Records of all result files; of the same op, version and shape the last date counts."""
+    """Records of all result files; of a version measured twice on a device the last date counts."""
     found = {}
     for path in sorted(folder.glob("*.json")):
         for record in json.loads(path.read_text(encoding="utf-8")):
-            key = record["op"], record["shape"], record["version"]
+            key = tuple(record[k] for k in ("device", "op", "shape", "version"))
             if key not in found or found[key]["date"] <= record["date"]:
                 found[key] = record
     return list(found.values())

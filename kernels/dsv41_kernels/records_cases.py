@@ -5,7 +5,9 @@ takes float32. A check compares the bytes, or values, of rows spread over the wh
 definition on the CPU, bit for bit; the error reported is the number that differ, so it is 0.
 """
 
+import functools
 import importlib.util
+from dataclasses import dataclass
 
 import cupy
 import numpy as np
@@ -19,7 +21,6 @@ from .records import BF16, launch_pack, launch_unpack
 OPS = {op.__name__: op for op in (fp4_pack, fp4_unpack, fp8_pack, fp8_unpack)}
 NUMBA_MAY_TAKE = 1.3  # times the target of the RawKernel
 CHECKED = 512  # rows
-SAY_ROWS = {1 << 20: "1M rows", 1 << 14: "16K rows"}
 
 
 def bf16_array(shape, seed=0):
@@ -40,82 +41,98 @@ def some_rows(count):
     return cupy.asarray(np.unique(np.linspace(0, count - 1, min(count, CHECKED)).astype(np.int64)))
 
 
-def differing(got, want):
-    """How many elements are not the same; AssertionError unless none."""
-    count = int(np.count_nonzero(got != want))
-    assert count == 0, f"{count} of {want.size} differ from the definition"
-    return float(count)
+@dataclass(frozen=True)
+class Maker:
+    """Makes the cases of one operation on one shape; `want` are the chosen rows of the result."""
+
+    op: str
+    shape: str
+    chosen: cupy.ndarray
+    want: np.ndarray
+    target: float | None
+
+    def __call__(self, version, call, source, out):
+        """The case that computes `out` from `source`."""
+        limit = self.target if version.startswith("v") else None
+        if version == "numba" and self.target:
+            limit = NUMBA_MAY_TAKE * self.target
+        size = source.nbytes + out.nbytes
+        check = functools.partial(self.check, call, out)
+        return Case(self.op, version, self.shape, call, check, size, target_us=limit)
+
+    def check(self, call, out):
+        """How many of the chosen elements have other bits; AssertionError unless none."""
+        unit = np.uint8 if out.dtype == np.uint8 else np.uint16
+        out.view(np.uint8).fill(0)
+        call()
+        got, want = out.view(unit)[self.chosen].get(), self.want.astype(out.dtype).view(unit)
+        count = int(np.count_nonzero(got != want))
+        assert count == 0, f"{count} of {want.size} differ from the definition"
+        return float(count)
+
+
+def shape_of(channels, fmt, quick):
+    """-> rows, and how people say it."""
+    rows = 1 << (14 if quick else 20)
+    return rows, f"{'16K' if quick else '1M'} rows x {channels} {fmt.name}"
 
 
 def pack_cases(op, fmt, channels, versions, target=None, quick=False):
     """Cases that pack 1M rows of `channels`."""
-    rows = 1 << (14 if quick else 20)
-    x = bf16_array((rows, channels))
+    rows, shape = shape_of(channels, fmt, quick)
+    x, word = bf16_array((rows, channels)), cupy.zeros(1, np.uint64)
     records = cupy.empty((rows, fmt.record_bytes(channels)), np.uint8)
-    word = cupy.zeros(1, np.uint64)
     chosen = some_rows(rows)
-    values = decode_bf16(bits(x)[chosen].get())
-
-    def case(version, call, limit, source=x):
-        def check():
-            records.fill(0)
-            call()
-            return differing(records[chosen].get(), OPS[op].definition(values, fmt))
-
-        size = source.nbytes + records.nbytes
-        shape = f"{SAY_ROWS[rows]} x {channels} {fmt.name}"
-        return Case(op, version, shape, call, check, size, target_us=limit if not quick else None)
-
+    want = OPS[op].definition(decode_bf16(bits(x)[chosen].get()), fmt)
+    make = Maker(op, shape, chosen, want, None if quick else target)
     for version in versions:
-        yield case(version, lambda v=version: launch_pack(op, x, records, word, fmt, v), target)
+        yield make(version, lambda v=version: launch_pack(op, x, records, word, fmt, v), x, records)
     if importlib.util.find_spec("numba"):
         from . import numba_records
 
-        limit = target and NUMBA_MAY_TAKE * target
-        yield case("numba", lambda: numba_records.launch_pack(x, records, word, fmt), limit)
+        call = functools.partial(numba_records.launch_pack, x, records, word, fmt)
+        yield make("numba", call, x, records)
     if importlib.util.find_spec("torch"):
-        from . import torch_records
+        from . import torch_records as peer
 
-        inside, out = torch_records.tensor(bits(x), "bfloat16"), torch_records.tensor(records)
-        yield case("torch", lambda: out.copy_(torch_records.pack(inside, fmt)), None)
-    wide = decode_bf16(bits(x))
-    text = OPS[op].definition
-    yield case("cupy text", lambda: cupy.copyto(records, text(wide, fmt)), None, wide)
+        inside, out = peer.tensor(bits(x), "bfloat16"), peer.tensor(records)
+        yield make("torch", lambda: out.copy_(peer.pack(inside, fmt)), x, records)
+    wide, text = decode_bf16(bits(x)), OPS[op].definition
+    yield make("cupy text", lambda: cupy.copyto(records, text(wide, fmt)), wide, records)
 
 
 def unpack_cases(op, fmt, channels, versions, target=None, quick=False):
     """Cases that unpack 1M records of `channels` to bf16."""
-    rows = 1 << (14 if quick else 20)
-    records = cupy.empty((rows, fmt.record_bytes(channels)), np.uint8)
-    pack = op.replace("unpack", "pack")
-    launch_pack(pack, bf16_array((rows, channels)), records, cupy.zeros(1, np.uint64), fmt)
+    rows, shape = shape_of(channels, fmt, quick)
+    records = random_records(fmt, rows, channels)
     out = cupy.zeros((rows, channels), np.uint16).view(BF16)
-    wide = cupy.empty((rows, channels), np.float32)
     chosen = some_rows(rows)
-    stored = records[chosen].get()
-
-    def case(version, call, limit, target_array=out):
-        def check():
-            bits(target_array).fill(0)
-            call()
-            want = OPS[op].definition(stored, channels, fmt, target_array.dtype)
-            return differing(bits(target_array)[chosen].get(), want.view(np.uint16))
-
-        size = records.nbytes + target_array.nbytes
-        shape = f"{SAY_ROWS[rows]} x {channels} {fmt.name}"
-        return Case(op, version, shape, call, check, size, target_us=limit if not quick else None)
-
+    want = OPS[op].definition(records[chosen].get(), channels, fmt)
+    make = Maker(op, shape, chosen, want, None if quick else target)
     for version in versions:
-        yield case(version, lambda v=version: launch_unpack(op, records, out, fmt, v), target)
+        yield make(version, lambda v=version: launch_unpack(op, records, out, fmt, v), records, out)
     if importlib.util.find_spec("numba"):
         from . import numba_records
 
-        limit = target and NUMBA_MAY_TAKE * target
-        yield case("numba", lambda: numba_records.launch_unpack(records, out, fmt), limit)
+        call = functools.partial(numba_records.launch_unpack, records, out, fmt)
+        yield make("numba", call, records, out)
     if importlib.util.find_spec("torch"):
-        from . import torch_records
+        from . import torch_records as peer
 
-        inside, result = torch_records.tensor(records), torch_records.tensor(bits(out), "bfloat16")
-        yield case("torch", lambda: result.copy_(torch_records.unpack(inside, channels, fmt)), None)
-    text = OPS[op].definition
-    yield case("cupy text", lambda: cupy.copyto(wide, text(records, channels, fmt)), None, wide)
+        inside, result = peer.tensor(records), peer.tensor(bits(out), "bfloat16")
+        yield make("torch", lambda: result.copy_(peer.unpack(inside, channels, fmt)), records, out)
+    wide, text = cupy.empty((rows, channels), np.float32), OPS[op].definition
+    call = functools.partial(_copy_text, text, records, channels, fmt, wide)
+    yield make("cupy text", call, records, wide)
+
+
+def _copy_text(text, records, channels, fmt, out):
+    cupy.copyto(out, text(records, channels, fmt))
+
+
+def random_records(fmt, rows, channels):
+    """Records of normal numbers."""
+    records = cupy.empty((rows, fmt.record_bytes(channels)), np.uint8)
+    op = "fp4_pack" if fmt.element.bits == 4 else "fp8_pack"
+    launch_pack(op, bf16_array((rows, channels)), records, cupy.zeros(1, np.uint64), fmt)
+    return records

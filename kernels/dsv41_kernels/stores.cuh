@@ -17,11 +17,12 @@ struct Unit {
   int in_row;
 };
 
-__device__ inline bool unit_of_thread(long long units, Unit* unit) {
-  unit->index = blockIdx.x * (long long)blockDim.x + threadIdx.x;
-  unit->row = unit->index / (CHANNELS / PER_STORE);
-  unit->in_row = (int)(unit->index - unit->row * (CHANNELS / PER_STORE));
-  return unit->index < units;
+__device__ inline Unit unit_at(long long index) {
+  Unit unit;
+  unit.index = index;
+  unit.row = (u64)index / (CHANNELS / PER_STORE);
+  unit.in_row = (int)(index - unit.row * (CHANNELS / PER_STORE));
+  return unit;
 }
 
 // BYTES (2 or 4) of a record that starts at a multiple of RECORD, little endian.

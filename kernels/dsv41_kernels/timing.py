@@ -1,10 +1,10 @@
 """How long does a launch take, and how long would the hardware need?
 
-A call is recorded once as a CUDA graph, so that the time of Python and of the driver is not
-measured, and launched between two events. "Hot" repeats it back to back, with whatever the L2 cache
-kept of its data; "cold" first reads 256 MB of something else, as a model's other layers would. Both
-are medians with the 10th and 90th percentile. A call that cannot be recorded, because it waits for
-the GPU or takes memory from the driver, is launched directly and says so.
+A call is recorded as a CUDA graph, so that the time of Python and of the driver is not measured,
+and launched between two events. "Hot" records it many times over and divides: the L2 cache holds
+what it kept of its data. "Cold" first reads 256 MB of something else, as a model's other layers
+would. Both are medians with the 10th and 90th percentile. A call that cannot be recorded, because
+it waits for the GPU or takes memory from the driver, is launched directly and says so.
 
 The floor is max(bytes / copy bandwidth, flops / matrix rate), both measured on this GPU now: a copy
 of 1 GB counts 2 GB moved, a matrix product of float16 with 8,192 rows counts 2 * 8192^3.
@@ -54,41 +54,43 @@ class Timer:
     def measure(self, call):
         """-> hot Spread, cold Spread, "graph" or "stream": how the call was launched."""
         with current(self.stream):
-            graph = self.record(call)
-            run = call if graph is None else lambda: graph.launch(self.stream)
-            once = self._time(run, 1)
+            run, how = self.recorded(call, 1)
+            run()  # a graph's first launch also uploads it
+            once = self._time(run)
             inner = int(np.clip(300 / max(once, 1), 1, 50))  # calls between two events
             rounds = int(np.clip(self.seconds * 1e6 / (once * inner + 1), 5, 50))
-            hot = [self._time(run, inner) for _ in range(rounds)]
-            cold = [self._time(run, 1, flush=True) for _ in range(min(rounds, 50))]
-        return spread(hot), spread(cold), "stream" if graph is None else "graph"
+            cold = [self._time(run, flush=True) for _ in range(rounds)]
+            many, _ = self.recorded(call, inner)
+            many()
+            hot = [self._time(many) / inner for _ in range(rounds)]
+        return spread(hot), spread(cold), how
 
-    def record(self, call):
-        """The call as a CUDA graph, or None where that is not possible."""
+    def recorded(self, call, times):
+        """-> a function that makes the call so many times, and how: "graph", or "stream"."""
         call()  # compiles, and fills the memory pool
         self.stream.synchronize()
-        graph = None
         try:
             self.stream.begin_capture()
-            call()
+            for _ in range(times):
+                call()
             graph = self.stream.end_capture()
         except Exception:
             # whatever the library calls it: the recording is void, the call itself is fine
             with suppress(Exception):
                 self.stream.end_capture()  # reports the void recording once more, and ends it
-        return graph
+            return lambda: [call() for _ in range(times)], "stream"
+        return lambda: graph.launch(self.stream), "graph"
 
-    def _time(self, run, inner, flush=False):
-        """Microseconds per call, of `inner` calls in a row."""
+    def _time(self, run, flush=False):
+        """Microseconds between an event before and one behind run()."""
         start, stop = self.cupy.cuda.Event(), self.cupy.cuda.Event()
         if flush:
             self.flush()
         start.record(self.stream)
-        for _ in range(inner):
-            run()
+        run()
         stop.record(self.stream)
         stop.synchronize()
-        return 1000 * self.cupy.cuda.get_elapsed_time(start, stop) / inner
+        return 1000 * self.cupy.cuda.get_elapsed_time(start, stop)
 
     def flush(self):
         """Fill the L2 cache with clean lines that belong to nobody, on the current stream."""
@@ -112,7 +114,7 @@ class Timer:
         target = self.cupy.empty_like(source)
         with current(self.stream):
             target[...] = source
-            times = [self._time(lambda: target.__setitem__(..., source), 3) for _ in range(10)]
+            times = [self._time(lambda: target.__setitem__(..., source)) for _ in range(20)]
         return round(2 * COPY_BYTES / spread(times).median / 1000, 1)
 
     @functools.cached_property
@@ -122,7 +124,7 @@ class Timer:
         out = self.cupy.empty_like(a)
         with current(self.stream):
             self.cupy.matmul(a, a, out=out)
-            times = [self._time(lambda: self.cupy.matmul(a, a, out=out), 1) for _ in range(5)]
+            times = [self._time(lambda: self.cupy.matmul(a, a, out=out)) for _ in range(5)]
         return round(2 * PRODUCT_ROWS**3 / spread(times).median / 1e6, 1)
 
 

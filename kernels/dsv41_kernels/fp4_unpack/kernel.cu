@@ -32,8 +32,8 @@ __device__ inline float e2m1_value(u32 code) {
 // gaps and reads its codes as words; v1 stored 2 or 4 bytes a thread and read every byte twice.
 extern "C" __global__ void __launch_bounds__(256)
     fp4_unpack_v2(const u8* records, Element* out, long long units) {
-  Unit at;
-  if (!unit_of_thread(units, &at)) return;
+  Unit at = unit_at(blockIdx.x * (long long)blockDim.x + threadIdx.x);
+  if (at.index >= units) return;
   const u8* record = records + at.row * RECORD;
   u32 codes = load_word<RECORD, PER_STORE / 2>(record + at.in_row * (PER_STORE / 2));
   float scale = scale_value(record[CODES + at.in_row * PER_STORE / GROUP]);
@@ -44,33 +44,44 @@ extern "C" __global__ void __launch_bounds__(256)
 
 #if BF16
 // v3: no floats in between. A byte permutation looks up four codes at once in a table of eight bytes,
-// one table for the upper and one for the lower bytes of the bf16 values, and one packed product
-// scales two of them: about 4 operations per element where v2 has 8.
-__device__ inline u32 signs(u32 codes) {  // of nibbles 0 and 1, at bits 15 and 31
-  return (codes << 12 & 0x8000u) | (codes << 24 & 0x80000000u);
+// one table for the upper and one for the lower bytes of the bf16 values, another spreads four
+// signs, and one packed product scales two values. A thread makes two stores, a warp's width apart,
+// so that both are without gaps and the second load is under way while the first is worked on.
+
+// The four codes in the low half of `codes` -> upper bytes of their bf16 values, with signs.
+__device__ inline u32 upper_bytes(u32 codes, u32 index) {
+  u32 twice = __byte_perm(codes, 0, 0x1100);  // byte k holds code k, in its low or high nibble
+  u32 signs = select(0xFF00FF00u, twice, twice << 4);
+  return select(0x80808080u, signs, __byte_perm(0x3F3F3F00u, 0x40404040u, index));
 }
 
 __device__ inline void values_of(u32 codes, u32 scales, u32* words) {
-  u32 index = codes & 0x77777777u;
   for (int half = 0; half < 2; ++half) {
-    u32 select = index >> (16 * half);
-    u32 low = __byte_perm(0xC0800000u, 0xC0804000u, select & 0xFFFFu);
-    u32 high = __byte_perm(0x3F3F3F00u, 0x40404040u, select & 0xFFFFu);
-    u32 pairs[2] = {__byte_perm(low, high, 0x5140u), __byte_perm(low, high, 0x7362u)};
-    for (int k = 0; k < 2; ++k)
-      words[2 * half + k] = mul_bf16x2(pairs[k] | signs(codes >> (16 * half + 8 * k)), scales);
+    u32 four = codes >> (16 * half), index = four & 0x7777u;
+    u32 high = upper_bytes(four, index);
+    u32 low = __byte_perm(0xC0800000u, 0xC0804000u, index);
+    words[2 * half] = mul_bf16x2(__byte_perm(low, high, 0x5140u), scales);
+    words[2 * half + 1] = mul_bf16x2(__byte_perm(low, high, 0x7362u), scales);
   }
 }
 
 extern "C" __global__ void __launch_bounds__(256)
-    fp4_unpack_v3(const u8* records, Element* out, long long units) {
-  Unit at;
-  if (!unit_of_thread(units, &at)) return;
-  const u8* record = records + at.row * RECORD;
-  u32 codes = load_word<RECORD, 4>(record + at.in_row * 4);
-  u32 scale = __float_as_uint(scale_value(record[CODES + at.in_row * 8 / GROUP])) >> 16;
-  u32 words[4];
-  values_of(codes, scale | scale << 16, words);
-  store_words(out, at.index, words);
+    fp4_unpack_v3(const u8* __restrict__ records, Element* __restrict__ out, long long units) {
+  long long first = blockIdx.x * 2ll * blockDim.x + threadIdx.x / 32 * 64 + threadIdx.x % 32;
+  if (first >= units) return;
+  u32 codes[2], bytes[2], words[4];
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {  // both loads, before anything waits for them
+    Unit at = unit_at(min(first + 32 * k, units - 1));
+    const u8* record = records + at.row * RECORD;
+    codes[k] = load_word<RECORD, 4>(record + at.in_row * 4);
+    bytes[k] = record[CODES + at.in_row * 8 / GROUP];
+  }
+#pragma unroll
+  for (int k = 0; k < 2; ++k) {
+    u32 scale = __float_as_uint(scale_value(bytes[k])) >> 16;
+    values_of(codes[k], scale | scale << 16, words);
+    if (first + 32 * k < units) store_words(out, first + 32 * k, words);
+  }
 }
 #endif

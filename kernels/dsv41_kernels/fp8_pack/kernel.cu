@@ -38,7 +38,7 @@ extern "C" __global__ void fp8_pack_v1(const Element* x, u8* records, u64* bad, 
 // writes without gaps. The scale is a power of two, so a product is the division, and the
 // instruction that makes two E4M3 codes at once rounds and saturates as the definition does:
 // about 5 operations per element.
-extern "C" __global__ void __launch_bounds__(256)
+extern "C" __global__ void __launch_bounds__(256, 6)
     fp8_pack_v2(const Element* x, u8* records, u64* bad, long long pieces, float floor) {
   Piece at = piece_of_thread(pieces);
   float v[16];
@@ -46,7 +46,7 @@ extern "C" __global__ void __launch_bounds__(256)
   u32 amax = 0;
   for (int i = 0; i < 16; ++i) amax = max(amax, magnitude(v[i]));
   amax = group_max(amax);
-  if (not_finite(amax)) report_piece(bad, at.index, v);
+  if (not_finite(amax)) report_piece(bad, x, at.index);
   Scale s = scale_of(fmaxf(__uint_as_float(amax), floor), LARGEST);
   u32 codes[4];
   for (int i = 0; i < 4; ++i) codes[i] = e4m3x4(v + 4 * i, s.high);

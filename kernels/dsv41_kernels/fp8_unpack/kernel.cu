@@ -24,8 +24,8 @@ extern "C" __global__ void fp8_unpack_v1(const u8* records, Element* out, long l
 // decodes two codes.
 extern "C" __global__ void __launch_bounds__(256)
     fp8_unpack_v2(const u8* records, Element* out, long long units) {
-  Unit at;
-  if (!unit_of_thread(units, &at)) return;
+  Unit at = unit_at(blockIdx.x * (long long)blockDim.x + threadIdx.x);
+  if (at.index >= units) return;
   const u8* record = records + at.row * RECORD;
   float scale = scale_value(record[CHANNELS + at.in_row * PER_STORE / GROUP]);
   float v[PER_STORE];

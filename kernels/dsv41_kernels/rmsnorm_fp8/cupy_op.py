@@ -33,14 +33,21 @@ def supported(x, numerics):
     return numerics.bf16 and numerics.activation == ACTIVATION_FP8 and x.shape[-1] <= WIDEST
 
 
-def launch_rmsnorm(x, weight, records, word, eps, version="v3"):
+def best(channels, bf16):
+    """The version for a width and a type; not by the rows, whose number must not change bits."""
+    return "v4" if bf16 and channels % 256 == 0 and channels <= 5120 else "v3"
+
+
+def launch_rmsnorm(x, weight, records, word, eps, version=None):
     """The launch alone: C-ordered arrays, checked and allocated by the caller."""
-    channels = x.shape[-1]
-    rows = x.size // channels
-    blocks = min(rows, RESIDENT * processors()) if version == "v3" else rows
-    threads = 256 if version == "v1" else 32 * -(-channels // 512)
-    run = kernel(
-        "rmsnorm_fp8", f"rmsnorm_fp8_{version}", CHANNELS=channels, BF16=int(x.dtype == BF16)
-    )
-    arguments = (x, weight, records, word, np.int64(rows), np.float32(eps))
-    launch(run, blocks, threads, arguments)
+    channels, bf16 = x.shape[-1], x.dtype == BF16
+    rows, version = x.size // channels, version or best(channels, bf16)
+    wide = 32 * -(-channels // 512)  # threads with 16 channels each
+    blocks, threads = {
+        "v1": (rows, 256),
+        "v2": (rows, wide),
+        "v3": (min(rows, RESIDENT * processors()), wide),
+        "v4": (min(-(-rows // 4), 4 * processors()), 128),
+    }[version]
+    run = kernel("rmsnorm_fp8", f"rmsnorm_fp8_{version}", CHANNELS=channels, BF16=int(bf16))
+    launch(run, blocks, threads, (x, weight, records, word, np.int64(rows), np.float32(eps)))

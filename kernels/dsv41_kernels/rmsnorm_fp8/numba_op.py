@@ -25,36 +25,46 @@ WIDEST = GROUP * 1024  # channels: a block has 1,024 threads at most
 
 
 @functools.cache
+def sum_function(threads):
+    """Device function: the sum of one number per thread of a block, known to all of them."""
+
+    @cuda.jit(device=True)
+    def block_sum(value):
+        sums, columns = cuda.shared.array(threads, float32), cuda.shared.array(32, float32)
+        t = cuda.threadIdx.x
+        sums[t] = value
+        cuda.syncthreads()
+        if t < 32:
+            total = np.float32(0)
+            for i in range(t, threads, 32):
+                total += sums[i]
+            columns[t] = total
+        cuda.syncthreads()
+        total = np.float32(0)
+        for i in range(32):
+            total += columns[i]
+        return total
+
+    return block_sum
+
+
+@functools.cache
 def norm_kernel(channels, bf16):
     """The kernel (x as uint64, weight, words, records, bad, eps): one block a row."""
     groups = channels // GROUP
-    threads = 32 * -(-groups // 32)
     load, write = group_loader(GROUP, bf16), group_writer(ACTIVATION_FP8, channels, True)
+    block_sum = sum_function(32 * -(-groups // 32))
     one, count = np.float32(1), np.float32(channels)
 
     @cuda.jit
     def norm(wide, weight, words, records, bad, eps):
         row, g = cuda.blockIdx.x, cuda.threadIdx.x
-        sums = cuda.shared.array(threads, float32)
-        columns = cuda.shared.array(32, float32)
-        x = cuda.local.array(GROUP, float32)
-        total = np.float32(0)
+        x, squares = cuda.local.array(GROUP, float32), np.float32(0)
         if g < groups:
             load(wide, row * groups + g, x)
             for i in range(GROUP):
-                total += x[i] * x[i]
-        sums[g] = total
-        cuda.syncthreads()
-        if g < 32:
-            total = np.float32(0)
-            for i in range(g, threads, 32):
-                total += sums[i]
-            columns[g] = total
-        cuda.syncthreads()
-        total = np.float32(0)
-        for i in range(32):
-            total += columns[i]
-        factor = one / np.float32(math.sqrt(total / count + eps))
+                squares += x[i] * x[i]
+        factor = one / np.float32(math.sqrt(block_sum(squares) / count + eps))
         if g < groups:
             for i in range(GROUP):
                 y = x[i] * factor * weight[g * GROUP + i]
