@@ -123,30 +123,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   gather(records, rows, padded, lists);
   __syncthreads();
 
-  // scores: a thread takes a record and all heads, so a record leaves shared memory once
-  const float scale = 1.f / sqrtf((float)C);
-  for (int j = thread; j < padded; j += THREADS) {
-    float s[H] = {};
-#pragma unroll 4
-    for (int quad = 0; quad < QUADS; ++quad) {
-      float4 k = records[j * STRIDE + quad];
-#pragma unroll
-      for (int h = 0; h < H; ++h) s[h] += dot(k, queries[h * QUADS + quad]);
-    }
-#pragma unroll
-    for (int h = 0; h < H; h += 4) {
-      float4 x = make_float4(s[h] * scale, s[h + 1] * scale, s[h + 2] * scale, s[h + 3] * scale);
-      if (rows[j] < 0) x.x = x.y = x.z = x.w = minus_infinity();
-      *reinterpret_cast<float4*>(weights + j * H + h) = x;
-    }
-  }
+  multiply(weights, records, queries, padded);
   __syncthreads();
 
   // softmax: a thread takes one head and every (THREADS / H)th record
   for (int k = 0; k < chunks; ++k) {
     float top = NEVER;
-    for (int j = k * CHUNK + thread / H; j < (k + 1) * CHUNK; j += THREADS / H)
-      top = fmaxf(top, weights[j * H + head]);
+    for (int j = k * CHUNK + thread / H; j < (k + 1) * CHUNK; j += THREADS / H) {
+      float& s = weights[j * H + head];
+      s = masked_score(s, rows[j]);
+      top = fmaxf(top, s);
+    }
     top = lanes_max(top);
     if (thread % 32 < H) tops[(k * 4 + warp) * H + head] = top;
   }

@@ -65,6 +65,71 @@ extern "C" __global__ void __launch_bounds__(1024) places(int* begin, long long 
   }
 }
 
+// weights: q K becomes p; slopes: dout K becomes ds. The softmax is in one piece, the sink included. A
+// thread takes one head and every (THREADS / H)th record; partial (3, 4 warps, H) is room for sums.
+__device__ void softmax_slopes(float* weights, float* slopes, const long long* rows, int padded, float* partial,
+                               float sink, float* dsink) {
+  const int thread = threadIdx.x, warp = thread / 32, head = thread % H;
+  float top = sink, total = 0.f, delta = 0.f;
+  for (int j = thread / H; j < padded; j += THREADS / H) {
+    float& s = weights[j * H + head];
+    s = masked_score(s, rows[j]);
+    top = fmaxf(top, s);
+  }
+  top = lanes_max(top);
+  if (thread % 32 < H) partial[warp * H + head] = top;
+  __syncthreads();
+  for (int w = 0; w < 4; ++w) top = fmaxf(top, partial[w * H + head]);
+  if (top == minus_infinity()) top = 0.f;  // no record and no sink: all weights are 0
+  for (int j = thread / H; j < padded; j += THREADS / H) {
+    float p = expf(weights[j * H + head] - top);
+    weights[j * H + head] = p;
+    total += p, delta += p * slopes[j * H + head];
+  }
+  total = lanes_sum(total), delta = lanes_sum(delta);
+  if (thread % 32 < H) partial[(4 + warp) * H + head] = total, partial[(8 + warp) * H + head] = delta;
+  __syncthreads();
+  const float rest = expf(sink - top), scale = 1.f / sqrtf((float)C);
+  total = rest, delta = 0.f;
+  for (int w = 0; w < 4; ++w) {
+    total += partial[(4 + w) * H + head];
+    delta += partial[(8 + w) * H + head];
+  }
+  if (total == 0.f) total = 1.f;
+  delta /= total;
+  for (int j = thread / H; j < padded; j += THREADS / H) {
+    float p = weights[j * H + head] / total;
+    weights[j * H + head] = p;
+    slopes[j * H + head] = p * (slopes[j * H + head] - delta) * scale;
+  }
+  if (thread < H) dsink[head] = -(rest / total) * delta;
+  __syncthreads();
+}
+
+// parts[place[j]] = p_j dout + ds_j q, over all heads: a thread keeps 4 channels of all heads' dout and q
+// and walks over the records.
+__device__ void write_parts(float4* parts, const int* place, int width, const float* weights,
+                            const float* slopes, const float4* wanted, const float4* queries) {
+  const int quad = threadIdx.x % QUADS;
+  float4 value[H], key[H];
+#pragma unroll
+  for (int h = 0; h < H; ++h) value[h] = wanted[h * QUADS + quad], key[h] = queries[h * QUADS + quad];
+  for (int j = threadIdx.x / QUADS; j < width; j += THREADS / QUADS) {
+    if (place[j] < 0) continue;
+    float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
+#pragma unroll
+    for (int h = 0; h < H; h += 4) {
+      const float4 p = *reinterpret_cast<const float4*>(weights + j * H + h);
+      const float4 ds = *reinterpret_cast<const float4*>(slopes + j * H + h);
+      add_product(sum, p.x, value[h]), add_product(sum, ds.x, key[h]);
+      add_product(sum, p.y, value[h + 1]), add_product(sum, ds.y, key[h + 1]);
+      add_product(sum, p.z, value[h + 2]), add_product(sum, ds.z, key[h + 2]);
+      add_product(sum, p.w, value[h + 3]), add_product(sum, ds.w, key[h + 3]);
+    }
+    parts[(long long)place[j] * QUADS + quad] = sum;
+  }
+}
+
 extern __shared__ float4 shared[];
 
 extern "C" __global__ void __launch_bounds__(THREADS)
@@ -72,10 +137,11 @@ extern "C" __global__ void __launch_bounds__(THREADS)
                     int pairs, const unsigned char* near, long long near_count,
                     const long long* near_rows, int near_width, const unsigned char* far,
                     long long far_count, const long long* far_rows, int far_width, const float* sink,
-                    unsigned long long* bad, int* next, float* dq, float4* parts, float* dsinks, float* share) {
+                    unsigned long long* bad, int* next, float* dq, float4* parts, float* dsinks,
+                    float* share) {
   const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
   const int width = lists.width(), padded = width > 32 ? (width + 31) / 32 * 32 : 64;
-  const int thread = threadIdx.x, warp = thread / 32, head = thread % H;
+  const int thread = threadIdx.x;
   const long long token = blockIdx.x;
   float4* records = shared;                                        // (padded, STRIDE)
   float4* queries = records + padded * STRIDE;                     // (H, QUADS)
@@ -105,92 +171,16 @@ extern "C" __global__ void __launch_bounds__(THREADS)
   gather(records, rows, padded, lists);
   __syncthreads();
 
-  const float scale = 1.f / sqrtf((float)C);
-  for (int j = thread; j < padded; j += THREADS) {
-    float s[H] = {}, dp[H] = {};
-#pragma unroll 2
-    for (int quad = 0; quad < QUADS; ++quad) {
-      float4 k = records[j * STRIDE + quad];
-#pragma unroll
-      for (int h = 0; h < H; ++h) {
-        s[h] += dot(k, queries[h * QUADS + quad]);
-        dp[h] += dot(k, wanted[h * QUADS + quad]);
-      }
-    }
-#pragma unroll
-    for (int h = 0; h < H; h += 4) {
-      float4 x = make_float4(s[h] * scale, s[h + 1] * scale, s[h + 2] * scale, s[h + 3] * scale);
-      if (rows[j] < 0) x.x = x.y = x.z = x.w = minus_infinity();
-      *reinterpret_cast<float4*>(weights + j * H + h) = x;
-      *reinterpret_cast<float4*>(slopes + j * H + h) =
-          make_float4(dp[h], dp[h + 1], dp[h + 2], dp[h + 3]);
-    }
-  }
+  multiply(weights, records, queries, padded);
+  multiply(slopes, records, wanted, padded);
   __syncthreads();
-
-  // softmax in one piece, the sink included: a thread takes one head and every (THREADS / H)th record
-  float top = sink[head];
-  for (int j = thread / H; j < padded; j += THREADS / H) top = fmaxf(top, weights[j * H + head]);
-  top = lanes_max(top);
-  if (thread % 32 < H) partial[warp * H + head] = top;
-  __syncthreads();
-  for (int w = 0; w < 4; ++w) top = fmaxf(top, partial[w * H + head]);
-  if (top == minus_infinity()) top = 0.f;  // no record and no sink: all weights are 0
-  float total = 0.f, delta = 0.f;
-  for (int j = thread / H; j < padded; j += THREADS / H) {
-    float p = expf(weights[j * H + head] - top);
-    weights[j * H + head] = p;
-    total += p, delta += p * slopes[j * H + head];
-  }
-  total = lanes_sum(total), delta = lanes_sum(delta);
-  if (thread % 32 < H) {
-    partial[(4 + warp) * H + head] = total;
-    partial[(8 + warp) * H + head] = delta;
-  }
-  __syncthreads();
-  float rest = expf(sink[head] - top);
-  total = rest, delta = 0.f;
-  for (int w = 0; w < 4; ++w) {
-    total += partial[(4 + w) * H + head];
-    delta += partial[(8 + w) * H + head];
-  }
-  if (total == 0.f) total = 1.f;
-  delta /= total;
-  for (int j = thread / H; j < padded; j += THREADS / H) {
-    float p = weights[j * H + head] / total;
-    weights[j * H + head] = p;
-    slopes[j * H + head] = p * (slopes[j * H + head] - delta) * scale;
-  }
-  if (thread < H) dsinks[token * H + head] = -(rest / total) * delta;
-  __syncthreads();
-
+  softmax_slopes(weights, slopes, rows, padded, partial, sink[thread % H], dsinks + token * H);
   for (int k = thread; k < far_width; k += THREADS) {
     float sum = 0.f;
     for (int h = 0; h < H; ++h) sum += weights[(near_width + k) * H + h];
     share[token * far_width + k] = sum / H;
   }
-
-  // records: a thread keeps 4 channels of all heads' q and dout and walks over the records
-  {
-    const int quad = thread % QUADS;
-    float4 value[H], key[H];
-#pragma unroll
-    for (int h = 0; h < H; ++h) value[h] = wanted[h * QUADS + quad], key[h] = queries[h * QUADS + quad];
-    for (int j = thread / QUADS; j < width; j += THREADS / QUADS) {
-      if (place[j] < 0) continue;
-      float4 sum = make_float4(0.f, 0.f, 0.f, 0.f);
-#pragma unroll
-      for (int h = 0; h < H; h += 4) {
-        const float4 p = *reinterpret_cast<const float4*>(weights + j * H + h);
-        const float4 ds = *reinterpret_cast<const float4*>(slopes + j * H + h);
-        add_product(sum, p.x, value[h]), add_product(sum, ds.x, key[h]);
-        add_product(sum, p.y, value[h + 1]), add_product(sum, ds.y, key[h + 1]);
-        add_product(sum, p.z, value[h + 2]), add_product(sum, ds.z, key[h + 2]);
-        add_product(sum, p.w, value[h + 3]), add_product(sum, ds.w, key[h + 3]);
-      }
-      parts[(long long)place[j] * QUADS + quad] = sum;
-    }
-  }
+  write_parts(parts, place, width, weights, slopes, wanted, queries);
   __syncthreads();
 
   weighted_sums(queries, slopes, records, padded);
