@@ -1,8 +1,8 @@
 // Records of the caches and how they are read: decoded values, and which record a list names.
 //
-// Macros: C channels; NEAR and FAR, the formats of window and global records: 0 float32, 1 E4M3 with
-// E8M0 scales per 32 channels, 2 E2M1 with E4M3 scales per 16, low nibble first; BF16 1 where the
-// numerics round to bf16. Values are built from bits: under -ftz float32 subnormals are 0.
+// Macros: C channels; NEAR and FAR, the formats of window and global records: 0 float32, 1 E4M3
+// with E8M0 scales per 32 channels, 2 E2M1 with E4M3 scales per 16, low nibble first; BF16 1 where
+// the numerics round to bf16. Values are built from bits: under -ftz float32 subnormals are 0.
 
 constexpr int QUADS = C / 4;  // float4 in a vector of C channels
 
@@ -33,7 +33,8 @@ __device__ float times_e8m0(float x, unsigned code) {  // x * 2^(code - 127)
   return code ? x * __uint_as_float(code << 23) : 0.5f * x * 0x1p-126f;
 }
 
-// Channels 4 * quad .. + 3 of a record. Packed records are only even, so they are read by two bytes.
+// Channels 4 * quad .. + 3 of a record. Packed records are only even, so they are read by two
+// bytes.
 template <int FORMAT>
 __device__ float4 decode(const unsigned char* records, long long row, int quad) {
   if (FORMAT == 0) return __ldg(reinterpret_cast<const float4*>(records) + row * QUADS + quad);

@@ -1,25 +1,29 @@
 // v5 `cluster`, see kernel.cu. Eight blocks of two warpgroups per token, for calls of few tokens.
 //
-// Block r scores chunks r and r + 8, and adds the values of the 64 channels from 64 r on over all chunks.
-// Nothing that is a sum in v4 is divided between blocks, so there is nothing to combine and o has v4's
-// bits, whichever of the two a call takes:
+// Block r scores chunks r and r + 8, and adds the values of the 64 channels from 64 r on over all
+// chunks. Nothing that is a sum in v4 is divided between blocks, so there is nothing to combine and
+// o has v4's bits, whichever of the two a call takes:
 //
-//   left   scores its chunks -> each one's maximum | all maxima: weights p and their sums | products
-//   right  decodes its chunks                      | decodes 64 channels of all chunks    |
+//   left  reads q    | scores its chunks | weights p of its chunks, sums | o: products over all
+//   right decodes    | (waits)           | decodes its 64 channels       |    chunks, left alone
+//         its chunks | maxima -> notes   | p and sums -> notes           |
 //
-// A bar is a barrier of the cluster; what crosses it lies in `notes`, per token and chunk: maxima of 64
-// heads, parts of sums, p as `wgmma.cuh` wants it. It is written once and read from L2. The chain of
-// dependent steps is as long as two chunks of v4 plus two barriers, instead of ten chunks.
+// The second and the third bar are barriers of the cluster. `notes` hold what crosses them, per
+// token and chunk: maxima of 64 heads, parts of sums, p as wgmma.cuh wants it; written once, read
+// from L2. The chain of dependent steps is two chunks of v4 and two barriers long, not ten chunks.
 
 constexpr int BLOCKS = 8, MOST_CHUNKS = 12;
 constexpr int NUMBERS = 64 + 2 * GROUP, NOTE_BYTES = NUMBERS * 4 + BLOCK;
 
-// The barrier of the cluster, in two halves: what was written before the first is seen after the second.
+// The barrier of the cluster, in two halves: what was written before the first is seen after the
+// second.
 __device__ void arrive_cluster() {
   __threadfence();
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
-__device__ void wait_cluster() { asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory"); }
+__device__ void wait_cluster() {
+  asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
+}
 
 struct Note {  // of one chunk: maxima (64,), parts of sums (2, GROUP), weights (64 heads, CHUNK)
   char* at;
@@ -43,7 +47,8 @@ struct Piece {
   __device__ void place(char* values, int row, bool recent, int odd) const {
     const uint2 scale = recent ? make_uint2(e8m0_scale(scales), 0) : e4m3_scales(scales);
     const uint4 a = codes[0], b = codes[1];
-    *block_piece(values, row, 4 * odd) = recent ? place_e4m3(a.x, a.y, scale.x) : place_e2m1(a.x, scale.x);
+    *block_piece(values, row, 4 * odd) =
+        recent ? place_e4m3(a.x, a.y, scale.x) : place_e2m1(a.x, scale.x);
     *block_piece(values, row, 4 * odd + 1) =
         recent ? place_e4m3(a.z, a.w, scale.x) : place_e2m1(a.y, scale.x);
     *block_piece(values, row, 4 * odd + 2) =
@@ -53,7 +58,8 @@ struct Piece {
   }
 };
 
-// These channels of all chunks, a block of 64 rows per chunk, by one group; four chunks on their way.
+// These channels of all chunks, a block of 64 rows per chunk, by one group; four chunks on their
+// way.
 __device__ void decode_channels(char* values, const long long* rows, int chunks, int block,
                                 const Lists& lists) {
   constexpr int AHEAD = 4;
@@ -78,21 +84,23 @@ __device__ void decode_channels(char* values, const long long* rows, int chunks,
 
 extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * GROUP, 1)
     cluster(const float* q, const long long* positions, const float* freqs, int pairs,
-            const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
-            const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-            const float* sink, unsigned long long* bad, float* out, char* notes) {
-  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+            const unsigned char* near, long long near_count, const long long* near_rows,
+            int near_width, const unsigned char* far, long long far_count,
+            const long long* far_rows, int far_width, const float* sink, unsigned long long* bad,
+            float* out, char* notes) {
+  const Lists lists = {near,      near_count, near_rows, near_width, far,
+                       far_count, far_rows,   far_width, bad};
   const int chunks = (lists.width() + CHUNK - 1) / CHUNK, group = threadIdx.x / GROUP;
   const int lane = threadIdx.x % 32, low = threadIdx.x % GROUP / 32 * 16 + lane / 4;
   const int block = blockIdx.x % BLOCKS;
   const long long token = blockIdx.x / BLOCKS;
-  char* queries = reinterpret_cast<char*>(shared);              // (64 heads, 512), then
-  char* keys = queries + KEYS_BYTES;                            // two chunks of (CHUNK, 512)
-  char* weights = queries;                                      // later (chunks, 64 heads, CHUNK), then
-  char* values = queries + MOST_CHUNKS * BLOCK;                 // (chunks, CHUNK, 64 channels)
+  char* queries = reinterpret_cast<char*>(shared);  // (64 heads, 512), then
+  char* keys = queries + KEYS_BYTES;                // two chunks of (CHUNK, 512)
+  char* weights = queries;                          // later (chunks, 64 heads, CHUNK), then
+  char* values = queries + MOST_CHUNKS * BLOCK;     // (chunks, CHUNK, 64 channels)
   float* numbers = reinterpret_cast<float*>(keys + 2 * KEYS_BYTES);            // (chunks, NUMBERS)
   float2* angle = reinterpret_cast<float2*>(numbers + MOST_CHUNKS * NUMBERS);  // (pairs,)
-  long long* rows = reinterpret_cast<long long*>(angle + pairs);   // (chunks, CHUNK)
+  long long* rows = reinterpret_cast<long long*>(angle + pairs);               // (chunks, CHUNK)
   uint2* valid = reinterpret_cast<uint2*>(rows + chunks * CHUNK);  // (chunks,) bits of places
   auto note = [&](int chunk) { return Note{notes + (token * chunks + chunk) * NOTE_BYTES}; };
 
@@ -119,7 +127,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
       const int chunk = block + i * BLOCKS;
       if (chunk >= chunks) break;
       score(s[i], queries, keys + i * KEYS_BYTES);
-      const float first = mask_and_max(s[i], 0, valid[chunk]), second = mask_and_max(s[i], 1, valid[chunk]);
+      const float first = mask_and_max(s[i], 0, valid[chunk]),
+                  second = mask_and_max(s[i], 1, valid[chunk]);
       if (lane % 4 == 0) note(chunk).maxima()[low] = first, note(chunk).maxima()[low + 8] = second;
     }
   }
@@ -147,7 +156,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
 #pragma unroll 8
   for (int i = threadIdx.x; i < chunks * (NOTE_BYTES / 16); i += 2 * GROUP) {
     const int chunk = i / (NOTE_BYTES / 16), part = i % (NOTE_BYTES / 16) - NUMBERS / 4;
-    char* to = part < 0 ? reinterpret_cast<char*>(numbers + (chunk + 1) * NUMBERS) : weights + chunk * BLOCK;
+    char* to = part < 0 ? reinterpret_cast<char*>(numbers + (chunk + 1) * NUMBERS)
+                        : weights + chunk * BLOCK;
     reinterpret_cast<uint4*>(to)[part] = fresh(reinterpret_cast<const uint4*>(note(0).at) + i);
   }
   publish();
@@ -166,13 +176,16 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
         total[n] = __fmaf_rn(total[n], decay[n], of_chunk[64 + n * GROUP + threadIdx.x]);
       }
       shrink_values<32>(o, decay[0], decay[1]);
-      const unsigned long long a = matrix(weights + chunk * BLOCK), b = matrix(values + chunk * BLOCK);
+      const unsigned long long a = matrix(weights + chunk * BLOCK),
+                               b = matrix(values + chunk * BLOCK);
       begin_products();
 #pragma unroll
-      for (int k = 0; k < CHUNK / 16; ++k) product_64_down(o, a + 32 / 16 * k, b + 2048 / 16 * k, 1);
+      for (int k = 0; k < CHUNK / 16; ++k)
+        product_64_down(o, a + 32 / 16 * k, b + 2048 / 16 * k, 1);
       finish_products();
     }
-    float norm[2] = {norm_of(total[0], top[0], sink[low]), norm_of(total[1], top[1], sink[low + 8])};
+    float norm[2] = {norm_of(total[0], top[0], sink[low]),
+                     norm_of(total[1], top[1], sink[low + 8])};
     if (past_the_end) norm[0] = norm[1] = not_a_number();
     meet(READERS, GROUP);  // the weights have been read
     stage_values<32>(staged, 64 + 4, o, low, norm[0], norm[1]);
