@@ -16,7 +16,8 @@ __device__ void gather(float4* records, const long long* rows, int padded, const
     long long row = rows[j];
     float4 x = make_float4(0.f, 0.f, 0.f, 0.f);
     if (row >= 0)
-      x = j < lists.near_width ? decode<NEAR>(lists.near, row, quad) : decode<FAR>(lists.far, row, quad);
+      x = j < lists.near_width ? decode<NEAR>(lists.near, row, quad)
+                               : decode<FAR>(lists.far, row, quad);
     records[j * STRIDE + quad] = x;
   }
 }
@@ -44,7 +45,33 @@ __device__ float lanes_sum(float x) {
   return x;
 }
 
-// sum[h] = sum over j of weights[j][h] * records[j] for all heads, (H, QUADS); records are overwritten.
+// products[j][h] = records[j] . vectors[h] for j < padded. A thread takes a record and all heads,
+// so that a record leaves shared memory once; the vectors are read by all threads of a warp
+// together.
+__device__ void multiply(float* products, const float4* records, const float4* vectors,
+                         int padded) {
+  for (int j = threadIdx.x; j < padded; j += THREADS) {
+    float s[H] = {};
+#pragma unroll 4
+    for (int quad = 0; quad < QUADS; ++quad) {
+      float4 k = records[j * STRIDE + quad];
+#pragma unroll
+      for (int h = 0; h < H; ++h) s[h] += dot(k, vectors[h * QUADS + quad]);
+    }
+#pragma unroll
+    for (int h = 0; h < H; h += 4)
+      *reinterpret_cast<float4*>(products + j * H + h) =
+          make_float4(s[h], s[h + 1], s[h + 2], s[h + 3]);
+  }
+}
+
+__device__ float masked_score(float product, long long row) {
+  const float scale = 1.f / sqrtf((float)C);
+  return row < 0 ? minus_infinity() : product * scale;
+}
+
+// sum[h] = sum over j of weights[j][h] * records[j] for all heads, (H, QUADS); records are
+// overwritten.
 __device__ void weighted_sums(float4* sum, const float* weights, float4* records, int padded) {
   const int tile = threadIdx.x % TILE_THREADS, split = threadIdx.x / TILE_THREADS;
   const int quad = tile % QUADS, head = tile / QUADS * 4;

@@ -1,8 +1,8 @@
 // Records of the caches and how they are read: decoded values, and which record a list names.
 //
-// Macros: C channels; NEAR and FAR, the formats of window and global records: 0 float32, 1 E4M3 with
-// E8M0 scales per 32 channels, 2 E2M1 with E4M3 scales per 16, low nibble first; BF16 1 where the
-// numerics round to bf16. Values are built from bits: under -ftz float32 subnormals are 0.
+// Macros: C channels; NEAR and FAR, the formats of window and global records: 0 float32, 1 E4M3
+// with E8M0 scales per 32 channels, 2 E2M1 with E4M3 scales per 16, low nibble first; BF16 1 where
+// the numerics round to bf16. Values are built from bits: under -ftz float32 subnormals are 0.
 
 constexpr int QUADS = C / 4;  // float4 in a vector of C channels
 
@@ -33,26 +33,28 @@ __device__ float times_e8m0(float x, unsigned code) {  // x * 2^(code - 127)
   return code ? x * __uint_as_float(code << 23) : 0.5f * x * 0x1p-126f;
 }
 
-// Channels 4 * quad .. + 3 of a record. Packed records are only even, so they are read by two bytes.
+// Channels 4 * quad .. + 3 of a record. Packed records are only even, so they are read by two
+// bytes.
 template <int FORMAT>
 __device__ float4 decode(const unsigned char* records, long long row, int quad) {
-  if (FORMAT == 0) return reinterpret_cast<const float4*>(records)[row * QUADS + quad];
+  if (FORMAT == 0) return __ldg(reinterpret_cast<const float4*>(records) + row * QUADS + quad);
   if (FORMAT == 1) {
     const unsigned char* record = records + row * (C + C / 32);
-    unsigned low, high, scale = record[C + quad / 8];
+    unsigned low, high, scale = __ldg(record + C + quad / 8);
     if (C / 32 % 2 == 0) {
       const unsigned short* pairs = reinterpret_cast<const unsigned short*>(record) + 2 * quad;
-      low = pairs[0], high = pairs[1];
+      low = __ldg(pairs), high = __ldg(pairs + 1);
     } else {  // every second record begins at an odd address
       const unsigned char* codes = record + 4 * quad;
-      low = codes[0] | codes[1] << 8, high = codes[2] | codes[3] << 8;
+      low = __ldg(codes) | __ldg(codes + 1) << 8;
+      high = __ldg(codes + 2) | __ldg(codes + 3) << 8;
     }
     return make_float4(times_e8m0(e4m3(low & 255), scale), times_e8m0(e4m3(low >> 8), scale),
                        times_e8m0(e4m3(high & 255), scale), times_e8m0(e4m3(high >> 8), scale));
   }
   const unsigned char* record = records + row * (C / 2 + C / 16);
-  unsigned codes = reinterpret_cast<const unsigned short*>(record)[quad];
-  float scale = e4m3(record[C / 2 + quad / 4]);
+  unsigned codes = __ldg(reinterpret_cast<const unsigned short*>(record) + quad);
+  float scale = e4m3(__ldg(record + C / 2 + quad / 4));
   return make_float4(e2m1(codes & 15) * scale, e2m1(codes >> 4 & 15) * scale,
                      e2m1(codes >> 8 & 15) * scale, e2m1(codes >> 12) * scale);
 }
@@ -76,7 +78,7 @@ struct Lists {
     bool recent = place < near_width;
     if (place >= width()) return -1;
     long long at = recent ? token * near_width + place : token * far_width + place - near_width;
-    long long row = recent ? near_rows[at] : far_rows[at];
+    long long row = __ldg((recent ? near_rows : far_rows) + at);
     bool beyond = row >= (recent ? near_count : far_count);
     if (beyond && bad) atomicMax(bad, ~(4ull * (token * width() + place) + 3));
     past_the_end |= beyond;

@@ -1,8 +1,9 @@
 // Instructions of the tensor cores and of asynchronous copies that C++ has no name for.
 //
 // mma: d += a b, a 16 x 16 and b 16 x 8 in bf16, d in float32. With g = lane / 4 and t = lane % 4 a
-// thread holds of a the pairs (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), of b the pairs (2t, g)
-// and (2t + 8, g), of d the pairs (g, 2t) and (g + 8, 2t); a pair runs along k in a and b, along n in d.
+// thread holds of a the pairs (g, 2t), (g + 8, 2t), (g, 2t + 8), (g + 8, 2t + 8), of b the pairs
+// (2t, g) and (2t + 8, g), of d the pairs (g, 2t) and (g + 8, 2t); a pair runs along k in a and b,
+// along n in d.
 
 __device__ unsigned shared_address(const void* p) {
   return static_cast<unsigned>(__cvta_generic_to_shared(p));
@@ -15,8 +16,8 @@ __device__ void mma(float* d, const unsigned* a, unsigned b0, unsigned b1) {
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// Four 8 x 8 matrices of 16-bit numbers; lanes 8 i .. 8 i + 7 name the rows of matrix i, a thread gets
-// the pair (g, 2t) of each. Transposed it gets (2t, g) and (2t + 1, g).
+// Four 8 x 8 matrices of 16-bit numbers; lanes 8 i .. 8 i + 7 name the rows of matrix i, a thread
+// gets the pair (g, 2t) of each. Transposed it gets (2t, g) and (2t + 1, g).
 __device__ void load_matrices(unsigned* x, const void* row) {
   asm volatile("ldmatrix.sync.aligned.m8n8.x4.shared.b16 {%0,%1,%2,%3}, [%4];"
                : "=r"(x[0]), "=r"(x[1]), "=r"(x[2]), "=r"(x[3])
@@ -50,4 +51,19 @@ __device__ unsigned bf16_pair(float low, float high) {
   unsigned d;
   asm("cvt.rn.bf16x2.f32 %0, %1, %2;" : "=r"(d) : "f"(high), "f"(low));
   return d;
+}
+
+// What another block has written meanwhile: from L2, and not before the barrier that comes first.
+__device__ float fresh(const float* from) {
+  float x;
+  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
+  return x;
+}
+__device__ uint4 fresh(const uint4* from) {
+  uint4 x;
+  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
+               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
+               : "l"(from)
+               : "memory");
+  return x;
 }

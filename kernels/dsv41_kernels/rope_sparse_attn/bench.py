@@ -55,7 +55,7 @@ def moved(tokens):
     return tokens * (2 * 4 * HEADS * CHANNELS + 8 * (WINDOW + SELECTED) + records)
 
 
-def error(o, arguments):
+def error(o, arguments, limit=4e-3):
     """rms(o - float64) / rms(float64) over some queries; AssertionError beyond bf16's rounding."""
     q, place, freqs, window, near_rows, pool, far_rows, sink = arguments
     some = np.random.default_rng(1).choice(len(q), min(SAMPLE, len(q)), replace=False)
@@ -68,7 +68,7 @@ def error(o, arguments):
     reads = decoded[0], lists[0], decoded[1], lists[1], sink.get()
     want = attention(used[0], *reads, used[3], freqs)
     found = float(np.sqrt(np.mean((o[some].get() - want) ** 2) / np.mean(want**2)))
-    assert found < 4e-3, f"error {found:.3g}"
+    assert found < limit, f"error {found:.3g}"
     return found
 
 
@@ -98,10 +98,10 @@ def in_torch(arguments):
 
 
 def torch_error(call, arguments):
-    """PyTorch's result, turned back outside the clock, against the same float64 numbers."""
+    """PyTorch's result, which also rounds its scores to bf16, against float64 without turns."""
     q, place, freqs, *reads = arguments
     unturned = q, place, freqs[:0], *reads
-    return error(cupy.from_dlpack(call().float()), unturned)
+    return error(cupy.from_dlpack(call().float()), unturned, limit=2e-2)
 
 
 def cases(quick=False):

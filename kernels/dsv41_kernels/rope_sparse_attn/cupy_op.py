@@ -92,4 +92,4 @@ def pipeline_bytes(width, pairs):
 def cluster_bytes(width, pairs):
     """What a block of `cluster` keeps in shared memory, as laid out at its top."""
     chunks = -(-width // 64)
-    return 3 * 1024 * 64 + 64 * 4 + 8 * pairs + 8 * 64 * chunks + 8 * chunks
+    return 3 * 1024 * 64 + 12 * 1280 + 8 * pairs + 8 * 64 * chunks + 8 * chunks

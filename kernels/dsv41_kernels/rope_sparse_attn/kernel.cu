@@ -1,25 +1,28 @@
 // Attention of the released model over listed records, RoPE on q and back-rotation of o included.
 //
 //   q, out (T, 64, 512) f32; positions (T,) int64 and freqs (pairs,) f32;
-//   near: 528-byte window records, 512 E4M3 and 16 E8M0 scales; far: 288-byte main records, 512 E2M1,
-//   low nibble first, and 32 E4M3 scales; near_rows (T, W), far_rows (T, K) int64, negative = empty;
-//   sink (64,) f32. Macros: C 512, NEAR 1, FAR 2, BF16 1, and HEADS, how many a block takes, for v3 only.
-// Rounding points are the definition's: q after its rotation; p = exp(s - running maximum of its chunk
-// of 64 records) before it meets the values, not in the denominator; o before and after it turns back.
-// A row past the end of the records is not read: the query gives NaN, and the word `bad` says where. Codes must be
-// finite and E8M0 scales below 2^16: the encoders make nothing else.
+//   near: window records of 528 bytes, 512 E4M3 codes and 16 E8M0 scales; far: main records of 288
+//   bytes, 512 E2M1 codes, low nibble first, and 32 E4M3 scales; near_rows (T, W), far_rows (T, K)
+//   int64, negative where empty; sink (64,) f32. HEADS: how many a block takes, for v3 only.
+// Rounding points are the definition's: q after its rotation; p = exp(s - running maximum of its
+// chunk of 64 records) before it meets the values, not in the denominator; o before and after it
+// turns back. A row past the end of the records is not read: the query gives NaN, and the word
+// `bad` says where. Codes must be finite and E8M0 scales below 2^16: the encoders make nothing
+// else.
 //
-// v1 is `plain` of sparse_attn/kernel.cu: a block per head, which decodes every record for itself, twice.
+// v1 is `plain` of sparse_attn/kernel.cu: a block per head, which decodes every record for itself,
+// twice.
 //
-// v3 `tiles` (HEADS 64 or 16): one block for that many heads. Chunks of 64 records are copied as bytes in
-// the background, decoded once for all heads into bf16 and used by the tensor cores as keys and as values.
-// Per token of 640 records that is 215 KB from memory and 84 MFLOP; v1 reads and decodes them 128 times.
-//   Decoding places bits instead of converting: the bits of an E2M1 or E4M3 code, put where bf16 has
-//   its sign, exponent and mantissa, are the value times 2^-126 or 2^-120; one product with the scale
-//   times 2^118 or 2^112 leaves 2^-8, which the score's factor and the last division take back. All of
-//   it is exact.
-//   Few tokens fill the device when their heads are spread over four blocks. No score and no value is a
-//   sum over blocks, so o has the same bits however many tokens come along.
+// v3 `tiles` (HEADS 64 or 16): one block for that many heads. Chunks of 64 records are copied as
+// bytes in the background, decoded once for all heads into bf16 and used by the tensor cores as
+// keys and as values. Per token of 640 records that is 215 KB from memory and 84 MFLOP; v1 reads
+// and decodes them 128 times.
+//   Decoding places bits instead of converting: the bits of an E2M1 or E4M3 code, put where bf16
+//   has its sign, exponent and mantissa, are the value times 2^-126 or 2^-120; one product with the
+//   scale times 2^118 or 2^112 leaves 2^-8, which the score's factor and the last division take
+//   back. All of it is exact.
+//   Few tokens fill the device when their heads are spread over four blocks. No score and no value
+//   is a sum over blocks, so o has the same bits however many tokens come along.
 //
 // v4 `pipeline`: decoding beside the products instead of between them, see pipeline.cuh.
 //
@@ -42,9 +45,9 @@ constexpr float LOG2_E = 1.4426950408889634f, LIFT = 256.f;  // records are kept
 
 extern __shared__ __align__(1024) float4 shared[];
 
-// A piece of 16 bytes, eight channels, from eight E2M1 or E4M3 codes, times the scale (twice the same
-// bf16). Its channels are 0 4 1 5 2 6 3 7: placing bits makes pairs (i, i + 4). The order is the same
-// for q, so scores do not see it, and it is undone where o leaves.
+// A piece of 16 bytes, eight channels, from eight E2M1 or E4M3 codes, times the scale (twice the
+// same bf16). Its channels are 0 4 1 5 2 6 3 7: placing bits makes pairs (i, i + 4). The order is
+// the same for q, so scores do not see it, and it is undone where o leaves.
 __device__ uint4 place_e2m1(unsigned w, unsigned scale) {
   const unsigned sign = 0x80008000u, size = 0x01c001c0u;
   return make_uint4(multiply_pairs((w << 12 & sign) | (w << 6 & size), scale),
@@ -64,11 +67,14 @@ __device__ unsigned twice(unsigned bf16_bits) { return bf16_bits * 0x10001u; }
 __device__ unsigned e4m3_scale(unsigned code) {
   return twice(__float_as_uint(e4m3(code) * 0x1p118f) >> 16);
 }
-__device__ unsigned e8m0_scale(unsigned code) { return twice(code > 142 ? 0x7fc0 : (code + 112) << 7); }
+__device__ unsigned e8m0_scale(unsigned code) {
+  return twice(code > 142 ? 0x7fc0 : (code + 112) << 7);
+}
 
-// Piece i of a head's q (8 channels), turned and rounded; channels 0 4 1 5 2 6 3 7, as records have them.
+// Piece i of a head's q (8 channels), turned and rounded; channels 0 4 1 5 2 6 3 7, as records have
+// them.
 __device__ uint4 query_piece(const float4* q, int i, const float2* angle, int pairs) {
-  float4 low = q[2 * i], high = q[2 * i + 1];
+  float4 low = __ldg(q + 2 * i), high = __ldg(q + 2 * i + 1);
   float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
   const int first = i % (C / 8) * 4 - (C / 2 - pairs);
 #pragma unroll
@@ -78,16 +84,20 @@ __device__ uint4 query_piece(const float4* q, int i, const float2* angle, int pa
                     bf16_pair(x[3], x[7]));
 }
 
-// o from `heads` rows of `stride` floats that begin at channel `first`, turned back, rounded, to out.
-__device__ void write_rows(float* out, const float* rows, int stride, int first, int channels, int heads,
-                           const float2* angle, int pairs, int threads) {
+// Rounded o from `heads` rows of `stride` floats that begin at channel `first`, turned back, to
+// out.
+__device__ void write_rows(float* out, const float* rows, int stride, int first, int channels,
+                           int heads, const float2* angle, int pairs, int threads) {
   const int quads = channels / 4;
   for (int i = threadIdx.x; i < heads * quads; i += threads) {
     float4 x = *reinterpret_cast<const float4*>(rows + i / quads * stride + i % quads * 4);
     int pair = (first / 4 + i % quads) * 2 - (C / 2 - pairs);
-    if (pair >= 0) turn_pair(x.x, x.y, make_float2(angle[pair].x, -angle[pair].y));
-    if (pair + 1 >= 0) turn_pair(x.z, x.w, make_float2(angle[pair + 1].x, -angle[pair + 1].y));
-    reinterpret_cast<float4*>(out + i / quads * C + first)[i % quads] = rounded(x);
+    if (pair + 1 >= 0) {
+      if (pair >= 0) turn_pair(x.x, x.y, make_float2(angle[pair].x, -angle[pair].y));
+      turn_pair(x.z, x.w, make_float2(angle[pair + 1].x, -angle[pair + 1].y));
+      x = rounded(x);
+    }
+    reinterpret_cast<float4*>(out + i / quads * C + first)[i % quads] = x;
   }
 }
 

@@ -1,13 +1,13 @@
 // v4 `pipeline`, see kernel.cu. One block of three warpgroups per token:
 //
 //   maker    reads the bytes of chunk i + 1 and decodes them into one of two buffers, while
-//   left     scores chunk i, weighs it, hands the weights over and adds the left half of the values;
-//   right    adds the right half.
+//   left     scores chunk i, weighs it, hands the weights over and adds the left half of the values
+//   right    adds the right half
 //
-// v3 does one after the other, and its warps read q and records from shared memory again and again to
-// feed their own registers (3.5 bytes per 128 products); here the tensor cores read shared memory
-// themselves, once for 64 heads, and decoding costs no time of theirs. Shared memory: q 64 KB, records
-// 2 * 64 KB, weights 8 KB. Each block of 64 channels is laid out as wgmma.cuh wants it.
+// v3 does one after the other, and its warps read q and records from shared memory again and again
+// to feed their own registers; here the tensor cores read shared memory themselves, once for 64
+// heads, and decoding costs no time of theirs. Shared memory: q 64 KB, records 2 * 64 KB, weights
+// 8 KB, each in blocks of 64 channels as wgmma.cuh wants them.
 
 #include "wgmma.cuh"
 
@@ -21,7 +21,8 @@ __device__ uint4* block_piece(char* blocks, int row, int i) {
 
 // Two E4M3 codes (16 bits) to twice(scale * 2^118) each, in two exact steps.
 __device__ uint2 e4m3_scales(unsigned codes) {
-  unsigned x = (codes & 0x7f) << 4 | (codes & 0x7f00) << 12 | (codes & 0x80) << 8 | (codes & 0x8000) << 16;
+  unsigned x =
+      (codes & 0x7f) << 4 | (codes & 0x7f00) << 12 | (codes & 0x80) << 8 | (codes & 0x8000) << 16;
   const unsigned lift = twice((119 + 127) << 7);
   x = multiply_pairs(multiply_pairs(x, lift), lift);
   return make_uint2(__byte_perm(x, 0, 0x1010), __byte_perm(x, 0, 0x3232));
@@ -31,12 +32,15 @@ __device__ uint4 read_16(const unsigned char* from, bool real) {
   return real ? __ldg(reinterpret_cast<const uint4*>(from)) : make_uint4(0, 0, 0, 0);
 }
 
-__device__ unsigned word(uint4 x, int i) { return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w; }
+__device__ unsigned word(uint4 x, int i) {
+  return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
+}
 
 // All rows that a token reads, and a bit for each place that has one; true if one is past the end.
-__device__ bool read_lists(long long* rows, unsigned long long* valid, const Lists& lists, long long token,
+__device__ bool read_lists(long long* rows, uint2* valid, const Lists& lists, long long token,
                            int chunks, int threads) {
   bool past_the_end = false;
+#pragma unroll 2
   for (int j = threadIdx.x; j < chunks * CHUNK; j += threads) {  // whole warps
     rows[j] = lists.row(token, j, past_the_end);
     unsigned bits = __ballot_sync(~0u, rows[j] >= 0);
@@ -45,7 +49,8 @@ __device__ bool read_lists(long long* rows, unsigned long long* valid, const Lis
   return __syncthreads_or(past_the_end);
 }
 
-// The maker. Two threads share a record: of every 32 bytes one takes the first half, one the second.
+// The maker. Two threads share a record: of every 32 bytes one takes the first half, one the
+// second.
 struct Record {
   const unsigned char* bytes;
   bool real;
@@ -53,7 +58,8 @@ struct Record {
 
   __device__ void read_codes(int from) {
 #pragma unroll
-    for (int i = 0; i < 8; ++i) codes[i] = read_16(bytes + from + 32 * i + threadIdx.x % 2 * 16, real);
+    for (int i = 0; i < 8; ++i)
+      codes[i] = read_16(bytes + from + 32 * i + threadIdx.x % 2 * 16, real);
   }
 
   __device__ void place_far(char* keys, int row) const {
@@ -80,9 +86,11 @@ struct Record {
   }
 };
 
-// Chunk `chunk` into eight blocks at `keys`; `ready` is called when the first bytes are on their way.
+// Chunk `chunk` into eight blocks at `keys`; `ready` is called when the first bytes are on their
+// way.
 template <typename Ready>
-__device__ void make_chunk(char* keys, const long long* rows, int chunk, const Lists& lists, Ready ready) {
+__device__ void make_chunk(char* keys, const long long* rows, int chunk, const Lists& lists,
+                           Ready ready) {
   const int row = threadIdx.x % GROUP / 2, place = chunk * CHUNK + row;
   const bool recent = place < lists.near_width;
   Record record;
@@ -114,15 +122,17 @@ __device__ void make_keys(char* keys, const long long* rows, int chunks, const L
   }
 }
 
-// The softmax of 64 heads by 128 threads: a thread holds two heads, `low` and eight below (n = 0, 1),
-// and of each the places 8 j + 2 t and + 1, at s[4 j + 2 n] and the next.
-__device__ float mask_and_max(float* s, int n, unsigned long long valid) {
+// The softmax of 64 heads by 128 threads: a thread holds two heads, `low` and eight below (n = 0,
+// 1), and of each the places 8 j + 2 t and + 1, at s[4 j + 2 n] and the next.
+__device__ float mask_and_max(float* s, int n, uint2 valid) {
   const float scale = LIFT * LOG2_E / sqrtf((float)C);
+  const unsigned first = valid.x >> threadIdx.x % 4 * 2, second = valid.y >> threadIdx.x % 4 * 2;
   float top = NEVER;
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     float& x = s[j / 2 * 4 + n * 2 + j % 2];
-    x = valid >> (j / 2 * 8 + threadIdx.x % 4 * 2 + j % 2) & 1 ? x * scale : minus_infinity();
+    const unsigned bit = (j < 8 ? first : second) & 1u << (j / 2 % 4 * 8 + j % 2);
+    x = bit ? x * scale : minus_infinity();
     top = fmaxf(top, x);
   }
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
@@ -158,11 +168,12 @@ __device__ float norm_of(float total, float top, float sink) {
 }
 
 __device__ void score(float* s, const char* queries, const char* keys) {
+  const unsigned long long a = matrix(queries), b = matrix(keys);
   begin_products();
 #pragma unroll
   for (int k = 0; k < C / 16; ++k) {
-    const int at = k / 4 * BLOCK + k % 4 * 32;
-    product_64(s, matrix(queries + at), matrix(keys + at), k > 0);
+    const int step = (k / 4 * BLOCK + k % 4 * 32) / 16;
+    product_64(s, a + step, b + step, k > 0);
   }
   finish_products();
 }
@@ -175,42 +186,51 @@ __device__ void shrink_values(float* o, float low, float high) {
     o[j] *= low, o[j + 1] *= low, o[j + 2] *= high, o[j + 3] *= high;
 }
 
-// o over the norms of its two heads, rounded, to rows of `stride` floats that begin at the first column.
+__device__ void store_pair(float* to, float first, float second) {  // channels t and t + 4
+  const unsigned pair = bf16_pair(first, second);
+  to[0] = __uint_as_float(pair << 16), to[4] = __uint_as_float(pair & 0xffff0000u);
+}
+
+// o over the norms of its two heads, rounded, to rows of `stride` floats that begin at the first
+// column.
 template <int COUNT>
-__device__ void stage_values(float* rows, int stride, const float* o, int low, float norm, float below) {
+__device__ void stage_values(float* rows, int stride, const float* o, int low, float norm,
+                             float below) {
+  const float inverse = LIFT / norm, inverse_below = LIFT / below;
 #pragma unroll
   for (int j = 0; j < COUNT; j += 4) {
     float* to = rows + low * stride + 2 * j + threadIdx.x % 4;
-    to[0] = bf16(o[j] * LIFT / norm), to[4] = bf16(o[j + 1] * LIFT / norm);
-    to += 8 * stride;
-    to[0] = bf16(o[j + 2] * LIFT / below), to[4] = bf16(o[j + 3] * LIFT / below);
+    store_pair(to, o[j] * inverse, o[j + 1] * inverse);
+    store_pair(to + 8 * stride, o[j + 2] * inverse_below, o[j + 3] * inverse_below);
   }
 }
 
 __device__ void add_half(float* o, const char* weights, const char* keys, int half) {
+  const unsigned long long a = matrix(weights), b = matrix(keys + 4 * half * BLOCK);
   begin_products();
 #pragma unroll
-  for (int k = 0; k < CHUNK / 16; ++k)
-    product_256(o, matrix(weights + 32 * k), matrix(keys + 4 * half * BLOCK + 2048 * k), 1);
+  for (int k = 0; k < CHUNK / 16; ++k) product_256(o, a + 32 / 16 * k, b + 2048 / 16 * k, 1);
   finish_products();
 }
 
 extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
     pipeline(const float* q, const long long* positions, const float* freqs, int pairs,
-             const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
-             const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-             const float* sink, unsigned long long* bad, float* out) {
-  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+             const unsigned char* near, long long near_count, const long long* near_rows,
+             int near_width, const unsigned char* far, long long far_count,
+             const long long* far_rows, int far_width, const float* sink, unsigned long long* bad,
+             float* out) {
+  const Lists lists = {near,      near_count, near_rows, near_width, far,
+                       far_count, far_rows,   far_width, bad};
   const int chunks = (lists.width() + CHUNK - 1) / CHUNK, group = threadIdx.x / GROUP;
   const int lane = threadIdx.x % 32, low = threadIdx.x % GROUP / 32 * 16 + lane / 4;
   const long long token = blockIdx.x;
-  char* queries = reinterpret_cast<char*>(shared);             // 8 blocks: (64 heads, 512)
-  char* keys = queries + KEYS_BYTES;                           // 2 times 8 blocks: (CHUNK, 512)
-  char* weights = keys + 2 * KEYS_BYTES;                       // a block: (64 heads, CHUNK)
-  float* shrink = reinterpret_cast<float*>(weights + BLOCK);   // (64,); later norms
-  float2* angle = reinterpret_cast<float2*>(shrink + 64);      // (pairs,)
-  long long* rows = reinterpret_cast<long long*>(angle + pairs);  // (chunks, CHUNK)
-  unsigned long long* valid = reinterpret_cast<unsigned long long*>(rows + chunks * CHUNK);  // bits
+  char* queries = reinterpret_cast<char*>(shared);                 // 8 blocks: (64 heads, 512)
+  char* keys = queries + KEYS_BYTES;                               // 2 times 8 blocks: (CHUNK, 512)
+  char* weights = keys + 2 * KEYS_BYTES;                           // a block: (64 heads, CHUNK)
+  float* shrink = reinterpret_cast<float*>(weights + BLOCK);       // (64,); later norms
+  float2* angle = reinterpret_cast<float2*>(shrink + 64);          // (pairs,)
+  long long* rows = reinterpret_cast<long long*>(angle + pairs);   // (chunks, CHUNK)
+  uint2* valid = reinterpret_cast<uint2*>(rows + chunks * CHUNK);  // (chunks,) bits of places
 
   bool past_the_end = read_lists(rows, valid, lists, token, chunks, 3 * GROUP);
   for (int i = threadIdx.x; i < pairs; i += 3 * GROUP)
@@ -224,6 +244,7 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
   }
   more_registers<208>();
   const float4* q4 = reinterpret_cast<const float4*>(q + token * ALL_HEADS * C);
+#pragma unroll 8
   for (int i = threadIdx.x; i < ALL_HEADS * C / 8; i += 2 * GROUP)
     *block_piece(queries, i / (C / 8), i % (C / 8)) = query_piece(q4, i, angle, pairs);
   publish();
@@ -257,7 +278,8 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
 
   meet(READERS, 2 * GROUP);  // nobody reads shrink, weights or records any more
   if (group == 0) {
-    float norms[2] = {norm_of(total[0], top[0], sink[low]), norm_of(total[1], top[1], sink[low + 8])};
+    float norms[2] = {norm_of(total[0], top[0], sink[low]),
+                      norm_of(total[1], top[1], sink[low + 8])};
     if (past_the_end) norms[0] = norms[1] = not_a_number();
     if (lane % 4 == 0) shrink[low] = norms[0], shrink[low + 8] = norms[1];
   }

@@ -1,15 +1,15 @@
-// v3 `tiles`, see kernel.cu. One block of eight warps for HEADS heads (64 or 16) of a token; all warps
-// decode, score, weigh and add in turn.
+// v3 `tiles`, see kernel.cu. One block of eight warps for HEADS heads (64 or 16) of a token; all
+// warps decode, score, weigh and add in turn.
 
 constexpr int WARPS = 8, ROW = 1024;  // bytes of a row of 512 bf16
 constexpr int RAW = NEAR_BYTES;       // bytes kept per record, the larger format
 constexpr int M_TILES = HEADS / 16;
 constexpr int M_SCORES = M_TILES == 4 ? 2 : 1, N_SCORES = M_TILES == 4 ? 4 : 2;  // tiles of a warp
-constexpr int S_STRIDE = CHUNK + 8;       // floats: rows start in other banks
+constexpr int S_STRIDE = CHUNK + 8;        // floats: rows start in other banks
 constexpr int PARTS = WARPS * 32 / HEADS;  // threads that share a head in the softmax
 
-// Rows of bf16 in pieces of 16 bytes; piece i of a row lies at i ^ (row % 8), so that eight rows, or
-// eight pieces, never meet in one bank.
+// Rows of bf16 in pieces of 16 bytes; piece i of a row lies at i ^ (row % 8), so that eight rows,
+// or eight pieces, never meet in one bank.
 template <int BYTES>
 __device__ char* piece(char* rows, int row, int index) {
   return rows + row * BYTES + ((index ^ (row & 7)) << 4);
@@ -39,7 +39,8 @@ __device__ void decode_chunk(char* keys, const char* raw, int chunk, int near_wi
       uint4 codes = reinterpret_cast<const uint4*>(record)[i];
       unsigned scale = e8m0_scale(scales[512 + i / 2]);
       *reinterpret_cast<uint4*>(piece<ROW>(keys, j, 2 * i)) = place_e4m3(codes.x, codes.y, scale);
-      *reinterpret_cast<uint4*>(piece<ROW>(keys, j, 2 * i + 1)) = place_e4m3(codes.z, codes.w, scale);
+      *reinterpret_cast<uint4*>(piece<ROW>(keys, j, 2 * i + 1)) =
+          place_e4m3(codes.z, codes.w, scale);
     }
   } else {
 #pragma unroll 2
@@ -64,7 +65,8 @@ __device__ void load_queries(char* queries, const float4* q, const float2* angle
 // scores (2, HEADS, S_STRIDE): q k over either half of the channels. Four warps share a half.
 __device__ void score_chunk(float* scores, char* queries, char* keys) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32, half = warp / 4;
-  const int m0 = M_TILES == 4 ? warp % 2 * 32 : 0, n0 = M_TILES == 4 ? warp % 4 / 2 * 32 : warp % 4 * 16;
+  const int m0 = M_TILES == 4 ? warp % 2 * 32 : 0,
+            n0 = M_TILES == 4 ? warp % 4 / 2 * 32 : warp % 4 * 16;
   float s[M_SCORES][N_SCORES][4] = {};
 #pragma unroll 2
   for (int k = half * 32; k < half * 32 + 32; k += 2) {  // two pieces are 16 channels
@@ -87,16 +89,18 @@ __device__ void score_chunk(float* scores, char* queries, char* keys) {
   for (int m = 0; m < M_SCORES; ++m)
 #pragma unroll
     for (int n = 0; n < N_SCORES; ++n) {
-      float* to = scores + (half * HEADS + m0 + 16 * m + lane / 4) * S_STRIDE + n0 + 8 * n + lane % 4 * 2;
+      float* to =
+          scores + (half * HEADS + m0 + 16 * m + lane / 4) * S_STRIDE + n0 + 8 * n + lane % 4 * 2;
       *reinterpret_cast<float2*>(to) = make_float2(s[m][n][0], s[m][n][1]);
       *reinterpret_cast<float2*>(to + 8 * S_STRIDE) = make_float2(s[m][n][2], s[m][n][3]);
     }
 }
 
-// One chunk of the softmax: weights p in bf16, and by how much what was summed before shrinks. PARTS
-// threads share a head; sums are paired so that they come out the same for both values of PARTS.
-__device__ void weigh_chunk(char* weights, float* shrink, const float* scores, const long long* rows,
-                            float& top, float& total) {
+// One chunk of the softmax: weights p in bf16, and by how much what was summed before shrinks.
+// PARTS threads share a head; sums are paired so that they come out the same for both values of
+// PARTS.
+__device__ void weigh_chunk(char* weights, float* shrink, const float* scores,
+                            const long long* rows, float& top, float& total) {
   const int head = threadIdx.x / PARTS, part = threadIdx.x % PARTS;
   constexpr int GROUPS = 16 / PARTS;  // of four places
   const float scale = LIFT * LOG2_E / sqrtf((float)C);
@@ -174,17 +178,22 @@ __device__ void add_values(float o[M_TILES][8][4], char* weights, char* keys, co
 }
 
 // o over its norm, rounded, turned back, rounded, out.
-__device__ void store_values(float* out, float* rows, const float o[M_TILES][8][4], const float* norm,
-                             const float2* angle, int pairs) {
+__device__ void store_values(float* out, float* rows, const float o[M_TILES][8][4],
+                             const float* norm, const float2* angle, int pairs) {
   const int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float inverse[M_TILES][2];
+#pragma unroll
+  for (int m = 0; m < M_TILES; ++m)
+    for (int n = 0; n < 2; ++n) inverse[m][n] = LIFT / norm[16 * m + 8 * n + lane / 4];
 #pragma unroll
   for (int m = 0; m < M_TILES; ++m)
 #pragma unroll
     for (int n = 0; n < 8; ++n)
 #pragma unroll
       for (int i = 0; i < 4; ++i) {
-        int head = 16 * m + lane / 4 + i / 2 * 8, channel = 64 * warp + 8 * n + lane % 4 + i % 2 * 4;
-        rows[head * O_STRIDE + channel] = bf16(o[m][n][i] * LIFT / norm[head]);
+        int head = 16 * m + lane / 4 + i / 2 * 8,
+            channel = 64 * warp + 8 * n + lane % 4 + i % 2 * 4;
+        rows[head * O_STRIDE + channel] = bf16(o[m][n][i] * inverse[m][i / 2]);
       }
   __syncthreads();
   write_rows(out, rows, O_STRIDE, 0, C, HEADS, angle, pairs, WARPS * 32);
@@ -192,21 +201,22 @@ __device__ void store_values(float* out, float* rows, const float o[M_TILES][8][
 
 extern "C" __global__ void __launch_bounds__(WARPS * 32, 1)
     tiles(const float* q, const long long* positions, const float* freqs, int pairs,
-          const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
-          const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-          const float* sink, unsigned long long* bad, float* out) {
-  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+          const unsigned char* near, long long near_count, const long long* near_rows,
+          int near_width, const unsigned char* far, long long far_count, const long long* far_rows,
+          int far_width, const float* sink, unsigned long long* bad, float* out) {
+  const Lists lists = {near,      near_count, near_rows, near_width, far,
+                       far_count, far_rows,   far_width, bad};
   const int chunks = (lists.width() + CHUNK - 1) / CHUNK;
   const int groups = ALL_HEADS / HEADS, first_head = blockIdx.x % groups * HEADS;
   const long long token = blockIdx.x / groups;
-  char* queries = reinterpret_cast<char*>(shared);                // (HEADS, 512) bf16
-  char* keys = queries + HEADS * ROW;                             // (CHUNK, 512) bf16
-  char* raw = keys + CHUNK * ROW;                                 // (CHUNK, RAW) bytes
-  float* scores = reinterpret_cast<float*>(raw + CHUNK * RAW);    // (2, HEADS, S_STRIDE)
+  char* queries = reinterpret_cast<char*>(shared);                         // (HEADS, 512) bf16
+  char* keys = queries + HEADS * ROW;                                      // (CHUNK, 512) bf16
+  char* raw = keys + CHUNK * ROW;                                          // (CHUNK, RAW) bytes
+  float* scores = reinterpret_cast<float*>(raw + CHUNK * RAW);             // (2, HEADS, S_STRIDE)
   char* weights = reinterpret_cast<char*>(scores + 2 * HEADS * S_STRIDE);  // (HEADS, CHUNK) bf16
   float* shrink = reinterpret_cast<float*>(weights + HEADS * CHUNK * 2);   // (HEADS,); later norms
-  float2* angle = reinterpret_cast<float2*>(shrink + HEADS);      // (pairs,)
-  long long* rows = reinterpret_cast<long long*>(angle + pairs);  // (chunks * CHUNK,)
+  float2* angle = reinterpret_cast<float2*>(shrink + HEADS);               // (pairs,)
+  long long* rows = reinterpret_cast<long long*>(angle + pairs);           // (chunks * CHUNK,)
 
   bool past_the_end = false;
   for (int j = threadIdx.x; j < chunks * CHUNK; j += WARPS * 32)

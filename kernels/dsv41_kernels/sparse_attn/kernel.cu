@@ -1,18 +1,20 @@
 // Attention over listed records with a sink, RoPE on q and back-rotation of o included.
 //
 //   q, out (T, heads, C) f32; positions (T,) int64 and freqs (pairs,) f32, unused when pairs is 0;
-//   near, far: window and global records; near_rows (T, W), far_rows (T, K) int64, negative = empty;
-//   sink (heads,) f32. Macros as in records.cuh, and H for v2.
-// Rounding points are the definition's: q after its rotation; p = exp(s - running maximum of its chunk
-// of 64 records) before it meets the values, not in the denominator; o before and after it turns back.
-// A row past the end of the records is not read: the query gives NaN, and the word `bad` says where.
+//   near, far: window and global records; near_rows (T, W), far_rows (T, K) int64, negative where
+//   empty; sink (heads,) f32. Macros as in records.cuh, and H for v2.
+// Rounding points are the definition's: q after its rotation; p = exp(s - running maximum of its
+// chunk of 64 records) before it meets the values, not in the denominator; o before and after it
+// turns back. A row past the end of the records is not read: the query gives NaN, and the word
+// `bad` says where.
 //
-// v1 `plain`: one block per token and head, any number of heads. Every head gathers and decodes every
-// record again, twice: for the miniature (8 heads, 64 channels, 128 rows) 8 * 2 * 32 KB per token.
+// v1 `plain`: one block per token and head, any number of heads. Every head gathers and decodes
+// every record again, twice: for the miniature (8 heads, 64 channels, 128 rows) 8 * 2 * 32 KB per
+// token.
 //
-// v2 `attend` (few heads): one block of 128 threads per token. Its records are read from memory once,
-// decoded to float32 and kept in shared memory; all heads use them from there: 32 KB per token against
-// 262 kFLOP, all in one launch.
+// v2 `attend` (few heads): one block of 128 threads per token. Its records are read from memory
+// once, decoded to float32 and kept in shared memory; all heads use them from there: 32 KB per
+// token against 262 kFLOP, all in one launch.
 
 // build: C=64 NEAR=1 FAR=2 BF16=1 H=8
 // build: C=64 NEAR=0 FAR=0 BF16=0 H=8
@@ -23,17 +25,18 @@
 constexpr int CHUNK = 64;
 constexpr float NEVER = -1e30f;
 
-// ---- v1 ---------------------------------------------------------------------------------------------
+// ---- v1
 
 extern "C" __global__ void __launch_bounds__(128)
     plain(const float* q, const long long* positions, const float* freqs, int pairs,
-          const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
-          const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-          const float* sink, unsigned long long* bad, float* out, int heads) {
+          const unsigned char* near, long long near_count, const long long* near_rows,
+          int near_width, const unsigned char* far, long long far_count, const long long* far_rows,
+          int far_width, const float* sink, unsigned long long* bad, float* out, int heads) {
   __shared__ float4 shared_query[QUADS];
   __shared__ float score[CHUNK];
   __shared__ long long rows[CHUNK];
-  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+  const Lists lists = {near,      near_count, near_rows, near_width, far,
+                       far_count, far_rows,   far_width, bad};
   const int thread = threadIdx.x, lane = thread % 32, head = blockIdx.x % heads;
   const long long token = blockIdx.x / heads;
   float* query = reinterpret_cast<float*>(shared_query);
@@ -54,7 +57,8 @@ extern "C" __global__ void __launch_bounds__(128)
     if (thread < CHUNK) rows[thread] = lists.row(token, begin + thread, past_the_end);
     __syncthreads();
     auto record = [&](int j, int quad) {
-      return begin + j < near_width ? decode<NEAR>(near, rows[j], quad) : decode<FAR>(far, rows[j], quad);
+      return begin + j < near_width ? decode<NEAR>(near, rows[j], quad)
+                                    : decode<FAR>(far, rows[j], quad);
     };
     for (int j = thread / 32; j < CHUNK; j += 4) {  // a warp takes a record
       float s = 0.f;
@@ -87,7 +91,7 @@ extern "C" __global__ void __launch_bounds__(128)
   for (int c = thread; c < C; c += 128) out[(token * heads + head) * C + c] = bf16(query[c]);
 }
 
-// ---- v2 ---------------------------------------------------------------------------------------------
+// ---- v2
 #ifdef H
 #include "attention.cuh"
 
@@ -95,10 +99,11 @@ extern __shared__ float4 shared[];
 
 extern "C" __global__ void __launch_bounds__(THREADS, 4)
     attend(const float* q, const long long* positions, const float* freqs, int pairs,
-           const unsigned char* near, long long near_count, const long long* near_rows, int near_width,
-           const unsigned char* far, long long far_count, const long long* far_rows, int far_width,
-           const float* sink, unsigned long long* bad, float* out) {
-  const Lists lists = {near, near_count, near_rows, near_width, far, far_count, far_rows, far_width, bad};
+           const unsigned char* near, long long near_count, const long long* near_rows,
+           int near_width, const unsigned char* far, long long far_count, const long long* far_rows,
+           int far_width, const float* sink, unsigned long long* bad, float* out) {
+  const Lists lists = {near,      near_count, near_rows, near_width, far,
+                       far_count, far_rows,   far_width, bad};
   const int chunks = (lists.width() + CHUNK - 1) / CHUNK, padded = chunks * CHUNK;
   const int thread = threadIdx.x, warp = thread / 32, head = thread % H;
   const long long token = blockIdx.x;
@@ -123,30 +128,17 @@ extern "C" __global__ void __launch_bounds__(THREADS, 4)
   gather(records, rows, padded, lists);
   __syncthreads();
 
-  // scores: a thread takes a record and all heads, so a record leaves shared memory once
-  const float scale = 1.f / sqrtf((float)C);
-  for (int j = thread; j < padded; j += THREADS) {
-    float s[H] = {};
-#pragma unroll 4
-    for (int quad = 0; quad < QUADS; ++quad) {
-      float4 k = records[j * STRIDE + quad];
-#pragma unroll
-      for (int h = 0; h < H; ++h) s[h] += dot(k, queries[h * QUADS + quad]);
-    }
-#pragma unroll
-    for (int h = 0; h < H; h += 4) {
-      float4 x = make_float4(s[h] * scale, s[h + 1] * scale, s[h + 2] * scale, s[h + 3] * scale);
-      if (rows[j] < 0) x.x = x.y = x.z = x.w = minus_infinity();
-      *reinterpret_cast<float4*>(weights + j * H + h) = x;
-    }
-  }
+  multiply(weights, records, queries, padded);
   __syncthreads();
 
   // softmax: a thread takes one head and every (THREADS / H)th record
   for (int k = 0; k < chunks; ++k) {
     float top = NEVER;
-    for (int j = k * CHUNK + thread / H; j < (k + 1) * CHUNK; j += THREADS / H)
-      top = fmaxf(top, weights[j * H + head]);
+    for (int j = k * CHUNK + thread / H; j < (k + 1) * CHUNK; j += THREADS / H) {
+      float& s = weights[j * H + head];
+      s = masked_score(s, rows[j]);
+      top = fmaxf(top, s);
+    }
     top = lanes_max(top);
     if (thread % 32 < H) tops[(k * 4 + warp) * H + head] = top;
   }
