@@ -139,7 +139,7 @@ def _demo(arguments):
 
 
 def _worth(arguments):
-    from .worth import main_worth
+    from .worth_table import main_worth
 
     main_worth(arguments)
 

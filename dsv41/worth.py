@@ -14,14 +14,13 @@ One part at a time is taken away or made exact, and the model is asked the same 
 Bits per byte are -sum log2 p over the tokens of a text by its bytes; documents are cut at `length`
 tokens, a later piece starting with the last token of the one before. Nothing is trained here, so a
 part that others have learned to rely on looks dearer than it would be in a model trained without.
-`python -m dsv41 worth DIR` prints the table. Source: none; the release publishes no such table.
+`python -m dsv41 worth DIR` prints a table of it (worth_table.py). Source: none.
 """
 
 import time
 
 import numpy as np
 
-from .dispatch import replaced
 from .engine import Engine
 from .model import Model
 from .quant import FLOAT, FLOAT32, OFFICIAL
@@ -205,89 +204,3 @@ def _probabilities(logits):
 def _divergence(p, q):
     """Mean KL(p || q) over rows, nats."""
     return float(np.mean(np.sum(p * (np.log(p) - np.log(q)), axis=1)))
-
-
-# ---- the command --------------------------------------------------------------------------------
-
-
-def report(model, documents, text_bytes, *, length=4096, seed=0, say=print):
-    """Ask everything -> a dict of dicts, rows in the order of the module's list.
-
-    documents: lists of ids, with `text_bytes` bytes of text in all; say: called with each line.
-    """
-    from .train.recall import chance as guess
-    from .train.recall import probes, words_of
-
-    config, generator = model.config, np.random.default_rng(seed)
-    parts = pieces(documents, length, config.bos_token_id, config.eos_token_id)
-    found = {"bits per byte": {}, "recall": {}, "replay": {}, "drafts": {}}
-
-    def put(kind, name, value, text):
-        found[kind][name] = value
-        say(f"{kind:<16}{name:<38}{text}")
-
-    def bits(name, some, numerics=OFFICIAL):
-        value = bits_per_byte(some, parts, text_bytes, numerics)
-        put("bits per byte", name, value, f"{value:.4f}")
-
-    bits("as shipped", model)
-    for name, numerics in CACHES.items():
-        bits(name, model, numerics)
-    bits("no Engram", without_engram(model))
-    if config.candidate_source_layer_id is not None:
-        bits("no candidate pool", without_pool(model))
-    for name, ops in (("entries by chance", chance(generator)), ("windows only", nothing())):
-        with replaced(**ops):
-            bits(name, model)
-    words, flat = words_of(model.tokenizer), np.concatenate(documents)
-    asked = probes(np.random.default_rng(seed), words, flat, (128, 512, 1024, 2048, 3072), 20)
-    for name, ops in (("learned", {}), ("by chance", chance(generator)), ("none", nothing())):
-        with replaced(**ops):
-            value = recall(model, asked)
-        text = "  ".join(f"{d}: {share:.0%}" for d, share in value.items())
-        put("recall", f"selection {name}", value, text)
-    put(
-        "recall",
-        "guessing",
-        guess(words),
-        "blind {:.1%}, a shown value {:.1%}".format(*guess(words)),
-    )
-    texts = [p[:1568] for p in parts if len(p) >= 1568][:12]
-    kl, alone, same = replay(model, texts)
-    put("replay", "KL(exact || bounded replay)", kl, f"{kl:.4f} nats")
-    put("replay", "KL(exact || last window alone)", alone, f"{alone:.4f} nats")
-    put("replay", "same best token as exact", same, f"{same:.1%}")
-    prompts = [p[:256] for p in parts if len(p) >= 256][:8]
-    for temperature in (0.0, 1.0):
-        kept, with_them, without = drafts(model, prompts, 96, temperature)
-        text = (
-            f"{kept:.2f} of {config.dspark_block_size} kept, {with_them:.1f} tokens/s with them, "
-        )
-        value = {"kept": kept, "with": with_them, "without": without}
-        put("drafts", f"temperature {temperature:g}", value, text + f"{without:.1f} without")
-    low, high = expert_shares(model, parts)
-    found["experts"] = {"least": low, "most": high}
-    say(f"{'experts':<16}{'share of a routed expert, 1 = even':<38}{low:.2f} .. {high:.2f}")
-    return found
-
-
-def main_worth(arguments):
-    """The command: dir, text (Paths), bytes (int or None), json (Path or None)."""
-    import json
-
-    from .model import load
-    from .train.data import read_documents
-
-    model, documents, size = load(arguments.dir), [], 0
-    for text in read_documents(arguments.text):
-        if arguments.bytes and size >= arguments.bytes:
-            break
-        documents.append(np.array(model.tokenizer.encode(text), np.int64))
-        size += len(text.encode())
-    if not documents:
-        raise ValueError(f"text: {arguments.text} holds no document")
-    print(f"{arguments.dir}: {len(documents)} documents, {size:,} bytes of {arguments.text}")
-    found = report(model, documents, size)
-    found["text"] = {"documents": len(documents), "bytes": size}
-    if arguments.json:
-        arguments.json.write_text(json.dumps(found, indent=1) + "\n", encoding="utf-8")

@@ -14,7 +14,8 @@ import dsv41
 from dsv41.figures import draw_losses
 from dsv41.tensors import flatten
 from dsv41.train import loop
-from dsv41.train.loop import Run, Trainer, clip
+from dsv41.train.gradients import clip, micro_batches
+from dsv41.train.loop import Run, Trainer
 from dsv41.train.model import Documents, Options, evaluate
 
 CONFIG = dsv41.preset("tiny").but(vision_config=None)
@@ -171,7 +172,7 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(tmp_path):
     """Engram rows are merged, losses weighted by their targets, loads added up."""
     whole, parts = trainer(tmp_path / "a"), trainer(tmp_path / "b", replace(RUN, micro=24))
     documents = whole._documents(0)
-    assert len(loop.micro_batches(documents, 24)) > 1
+    assert len(micro_batches(documents, 24)) > 1
     (a, about_a), (b, about_b) = (t._loss_and_grads(documents, 0) for t in (whole, parts))
     a, b = flatten(a), flatten(b)
     assert a.keys() == b.keys()
@@ -217,9 +218,9 @@ def test_selections_are_wide_at_first(tmp_path, monkeypatch):
 
 def test_micro_batches_split_between_documents_only():
     documents = Documents([np.arange(n) for n in (5, 4, 12, 1, 1)])
-    sizes = [[len(ids) for ids in part.ids] for part in loop.micro_batches(documents, 9)]
+    sizes = [[len(ids) for ids in part.ids] for part in micro_batches(documents, 9)]
     assert sizes == [[5, 4], [12], [1, 1]]
-    assert len(loop.micro_batches(documents, 0)) == 1
+    assert len(micro_batches(documents, 0)) == 1
 
 
 def test_log_lines_are_json(straight, tmp_path):

@@ -1,12 +1,13 @@
 """What parts of a model are worth: the measures by hand, and the shipped miniature's own claims."""
 
+import json
 from pathlib import Path
 
 import numpy as np
 import pytest
 from reference import model
 
-from dsv41 import FLOAT32, load, worth
+from dsv41 import FLOAT32, load, worth, worth_table
 from dsv41.demo import MINI, demo, heldout_text
 from dsv41.dispatch import replaced
 from dsv41.train.recall import probes, words_of
@@ -139,3 +140,36 @@ def test_demo_of_the_miniature(capsys):
     text = "\n".join(said)
     for part in ("bytes per token", "recall across 2,048", "bounded replay", "drafts kept", "True"):
         assert part in text
+
+
+def test_the_table_says_what_was_found():
+    found = {
+        "bits per byte": {"as shipped": 1.25},
+        "recall": {"selected: learned": {128: 1.0, "2048": 0.5}},
+        "replay": {"share of equal best tokens": 0.9},
+        "drafts": {"temperature 0": {"kept": 0.5, "with": 10.0, "without": 9.0}},
+        "experts": {"least": 0.5},
+    }
+    assert worth_table.table(found).splitlines()[2:] == [
+        "| bits per byte | as shipped | 1.2500 |",
+        "| recall | selected: learned | 128: 100%, 2048: 50% |",
+        "| replay | share of equal best tokens | 0.9000 |",
+        "| drafts | temperature 0 | 0.50 kept, 10.0 tokens/s with them, 9.0 without |",
+        "| experts | least | 0.50 |",
+    ]
+
+
+def test_a_report_asks_everything(mini):
+    _, ids = held_out(mini, 300)
+    said = []
+    found = worth_table.report(mini, [ids[:280]], 1000, say=said.append)
+    assert len(said) == sum(map(len, found.values()))
+    assert found["bits per byte"]["no Engram"] > found["bits per byte"]["as shipped"]
+    assert found["drafts"]["temperature 0"]["kept"] >= 0
+    assert 0 <= found["experts"]["least"] <= 1 <= found["experts"]["most"]
+
+
+def test_the_readme_of_the_run_shows_the_measured_numbers():
+    folder = MINI.parent / "runs" / "mini"
+    found = json.loads((folder / "worth.json").read_text())
+    assert worth_table.table(found) in (folder / "README.md").read_text()

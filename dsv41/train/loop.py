@@ -26,10 +26,9 @@ from ..init import random_params
 from ..quant import FLOAT32, OFFICIAL, WEIGHT_FP8
 from ..tensors import flatten, nest
 from .draft import draft_loss_and_grads, sample_anchors
+from .gradients import accumulate, clip, micro_batches
 from .losses import bits_per_byte
-from .many import scale_all, square_sums
 from .model import Documents, Options, best_tokens, evaluate, loss_and_grads, stored_weights
-from .ops import sum_rows
 from .optimizer import Optimizer
 from .packing import BOS, Batches
 from .recall import accuracy
@@ -263,36 +262,6 @@ def _comparable(run):
     return {k: v for k, v in fields.items() if not k.endswith("_every")}, config
 
 
-def micro_batches(documents, tokens):
-    """Documents -> list of Documents of at most `tokens` tokens each (a longer one stands alone);
-    0 keeps them together.
-    """
-    groups, size = [[]], 0
-    for ids in documents.ids:
-        if tokens and groups[-1] and size + len(ids) > tokens:
-            groups.append([])
-            size = 0
-        groups[-1].append(ids)
-        size += len(ids)
-    return [Documents(group) for group in groups]
-
-
-def accumulate(total, grads, share):
-    """total + share * grads, nested; Engram tables are (rows, values) and are merged by row."""
-    if isinstance(grads, dict):
-        total = total or {}
-        return {k: accumulate(total.get(k), grads.get(k), share) for k in {**total, **grads}}
-    if grads is None:
-        return total
-    if not isinstance(grads, tuple):
-        scaled = grads * np.float32(share)
-        return scaled if total is None else total + scaled
-    rows, values = grads[0], grads[1] * np.float32(share)
-    if total is None:
-        return rows, values
-    return sum_rows(np.concatenate([total[1], values]), np.concatenate([total[0], rows]))
-
-
 def to_masters(params, like=None):
     """Random params with Engram tables decoded, as float32 masters beside `like`."""
     leaves = {}
@@ -304,22 +273,6 @@ def to_masters(params, like=None):
             leaf = WEIGHT_FP8.dequantize(leaf, scale)
         leaves[name] = beside(leaf, like)
     return nest(leaves)
-
-
-def clip(grads, most, step):
-    """Scale all gradients in place so that their common norm is at most `most` -> the norm before.
-
-    FloatingPointError names the first tensor with a gradient that is not finite.
-    """
-    values = {k: v[1] if isinstance(v, tuple) else v for k, v in flatten(grads).items()}
-    squares = square_sums(list(values.values()))
-    norm = float(np.sqrt(np.sum(squares)))
-    if not np.isfinite(norm):
-        first = list(values)[int(np.argmin(np.isfinite(squares)))]
-        raise FloatingPointError(f"step {step}: the gradient of {first} is not finite")
-    if norm > most:
-        scale_all(list(values.values()), np.float32(most / norm))
-    return norm
 
 
 def load_range(load):
