@@ -1,9 +1,9 @@
 """The boundary between two sublayers at the released width, bf16 in memory as in the released code.
 
 The floor is one pass: 2 S + 2 rows of D bf16 a token, and fn once. Beside the four versions stand
-the definition on CuPy arrays (float32 in memory) and a chain of PyTorch calls, compiled where that
-works. The check is against float64: new streams and x within their bf16 roundings, coefficients,
-computed from those very streams, within 1e-6.
+the definition on CuPy arrays (float32 in memory) and a chain of PyTorch calls. The check is against
+float64: new streams and x within their bf16 roundings, coefficients, computed from those very
+streams, within 1e-6 (1e-5 for the two peers).
 """
 
 from functools import partial
@@ -24,6 +24,7 @@ from .cupy_op import NAMES, VERSIONS, prepare
 CONFIG = SimpleNamespace(rms_norm_eps=1e-20, hc_eps=1e-6, hc_sinkhorn_iters=20)
 STREAMS, WIDTH, MIX = 4, 5120, 24
 TARGETS = {1: 9, 8: 9, 64: 10, 512: 20, 4096: 118}  # microseconds, by tokens
+LIMIT = 1e-6  # of a coefficient; plain float32 products of length 20,480 may miss it
 SAMPLE = 24  # rows that the check looks at, half of them from the end
 
 
@@ -50,7 +51,7 @@ def on_gpu(given, stored="bf16"):
     return tuple(arrays[:5]), tuple(arrays[5:])
 
 
-def error(given, results):
+def error(given, results, limit):
     """The largest error of a coefficient; AssertionError where something is out of contract."""
     tokens = len(given[0])
     rows = np.unique(np.r_[: min(tokens, SAMPLE // 2), max(0, tokens - SAMPLE // 2) : tokens])
@@ -63,7 +64,7 @@ def error(given, results):
     _within("x", x, rmsnorm(collapsed, norm, CONFIG.rms_norm_eps, FLOAT32), 2.0**-7)
     want = hc_coefficients.definition(streams, fn, base, scale, CONFIG, FLOAT32)
     worst = max(np.abs(g - w).max() for g, w in zip(mixing, want, strict=True))
-    assert worst < 1e-6, f"coefficients: off by {worst}"
+    assert worst < limit, f"coefficients: off by {worst}"
     return float(worst)
 
 
@@ -83,7 +84,7 @@ def _case(tokens, version, call, results, given):
         version=version,
         shape=f"T={tokens}, D={WIDTH}",
         call=call,
-        check=lambda: error(given, results()),
+        check=lambda: error(given, results(), LIMIT if version in VERSIONS else 10 * LIMIT),
         bytes=2 * (2 * STREAMS + 2) * WIDTH * tokens + 4 * MIX * STREAMS * WIDTH,
         flops=2 * MIX * STREAMS * WIDTH * tokens,
         target_us=TARGETS[tokens] if version == "v4" else None,
