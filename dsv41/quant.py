@@ -54,18 +54,17 @@ class BlockFormat:
 
         C must be a multiple of `group`. Raises ValueError on NaN or inf, naming the position.
         """
-        scaled, scales = self._scaled(x)
+        scaled, scales = self.scaled(x)
         return self.element.encode(scaled).reshape(x.shape), scales
 
     def dequantize(self, codes, scales):
         """codes (..., C) uint8, scales (..., C / group) uint8 -> (..., C) f32, exact."""
         grouped = self._grouped(self.element.decode(codes))
-        return (grouped * self._decode_scale(scales)[..., None]).reshape(codes.shape)
+        return (grouped * self.decode_scale(scales)[..., None]).reshape(codes.shape)
 
     def fake(self, x):
         """The values that a reader of the stored codes will see. (..., C) f32 -> same."""
-        scaled, scales = self._scaled(x)
-        return (self.element.round(scaled) * self._decode_scale(scales)[..., None]).reshape(x.shape)
+        return fake_quantize(x, self)
 
     def encode(self, x):
         """x (..., C) f32 -> records (..., record_bytes(C)) uint8: all codes, then all scales."""
@@ -94,14 +93,14 @@ class BlockFormat:
         self.require_groups(x.shape)
         return x.reshape((*x.shape[:-1], x.shape[-1] // self.group, self.group))
 
-    def _scaled(self, x):
+    def scaled(self, x):
         """x / scale, grouped (..., C / group, group), and the scales' bytes."""
         grouped = self._grouped(f32(x))
         amax = np.max(np.abs(grouped), axis=-1)
         _require_finite(amax, grouped, self.name)
         scales = self._encode_scale(np.maximum(amax, np.float32(self.floor)))
         # trap: divide by the rounded scale; a reciprocal can cross an E2M1 tie
-        return grouped / self._decode_scale(scales)[..., None], scales
+        return grouped / self.decode_scale(scales)[..., None], scales
 
     def _encode_scale(self, amax):
         if self.scale == "e4m3":
@@ -109,7 +108,7 @@ class BlockFormat:
         # the released kernel multiplies by the float32 reciprocal here, so do we
         return encode_e8m0_ceil(amax * np.float32(1.0 / self.element.largest))
 
-    def _decode_scale(self, scales):
+    def decode_scale(self, scales):
         return E4M3.decode(scales) if self.scale == "e4m3" else decode_e8m0(scales)
 
 
@@ -133,6 +132,16 @@ class Plain:
 
     def new_records(self, shape, channels, like=None):
         return np.zeros((*shape, channels), np.float32, like=like)
+
+
+@op
+def fake_quantize(x, fmt):
+    """x (..., C) f32 -> f32, what decoding the codes of `fmt` would give, without the codes.
+
+    ValueError on NaN or inf, naming the first position.
+    """
+    scaled, scales = fmt.scaled(x)
+    return (fmt.element.round(scaled) * fmt.decode_scale(scales)[..., None]).reshape(x.shape)
 
 
 # ---- records --------------------------------------------------------------------------------

@@ -28,7 +28,7 @@ MUTANTS = [
     ("high nibble first", "formats.py", "codes[..., 0::2] | (codes[..., 1::2] <<", "codes[..., 1::2] | (codes[..., 0::2] <<"),
     ("E8M0 by floor", "formats.py", "+ has_fraction.astype(np.uint32)", "+ 0 * has_fraction.astype(np.uint32)"),
     ("E8M0 byte 0 is zero", "formats.py", "np.uint32(0x00400000)", "np.uint32(0)"),
-    ("scale by reciprocal", "quant.py", "return grouped / self._decode_scale(scales)[..., None], scales", "return grouped * (1 / self._decode_scale(scales)[..., None]), scales"),
+    ("scale by reciprocal", "quant.py", "return grouped / self.decode_scale(scales)[..., None], scales", "return grouped * (1 / self.decode_scale(scales)[..., None]), scales"),
     ("main KV groups of 32", "quant.py", 'E2M1, group=16, scale="e4m3"', 'E2M1, group=32, scale="e4m3"'),
     ("main KV scale is a power of two", "quant.py", 'E2M1, group=16, scale="e4m3"', 'E2M1, group=16, scale="e8m0"'),
     ("weight tiles are rows", "quant.py", ".repeat(TILE, axis=0).repeat(TILE, axis=1)", ".repeat(TILE, axis=1).repeat(TILE, axis=0)[::-1]"),

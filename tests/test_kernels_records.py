@@ -23,6 +23,7 @@ from dsv41.quant import (
     WEIGHT_FP4,
     WEIGHT_FP8,
     WINDOW_KV_FP8,
+    fake_quantize,
     fp4_pack,
     fp4_unpack,
     fp8_pack,
@@ -143,6 +144,26 @@ def test_every_version_unpacks_the_definitions_bits(cupy, fmt, channels, dtype):
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("fmt", "channels"), FORMATS + OTHERS, ids=lambda p: getattr(p, "name", p))
+def test_every_version_rounds_to_the_definitions_bits(cupy, fmt, channels):
+    from dsv41_kernels.fake_quantize.cupy_op import launch_fake
+
+    x = awkward(channels, np.float32)
+    with np.errstate(over="ignore"):  # the largest numbers may round up to infinity
+        want, moved = fake_quantize.definition(x, fmt), cupy.asarray(x)
+    for version in ("v1", "v2"):
+        out = cupy.zeros_like(moved)
+        launch_fake(moved, out, cupy.zeros(1, np.uint64), fmt, version)
+        assert_same(f"fake_quantize {version}", out, want)
+    assert_same("one row", fmt.fake(moved[:1]), want[:1])
+    assert_same("no row", fmt.fake(moved[:0]), want[:0])
+    assert_same("columns", fmt.fake(cupy.asfortranarray(moved)), want)
+    x[1, 3], x[2, 1] = -np.inf, np.nan
+    with pytest.raises(ValueError, match=r"finite input, got -inf at \(1, 3\)"):
+        fmt.fake(cupy.asarray(x))
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("rows", [0, 1, 2, 7, 8, 9, 31, 33, 257])
 @pytest.mark.parametrize(("fmt", "channels"), FORMATS, ids=lambda p: getattr(p, "name", p))
 def test_tails_write_nothing_behind_the_records(cupy, fmt, channels, rows):
@@ -201,6 +222,12 @@ def test_the_formats_use_the_kernels_for_every_layout(cupy, fmt, channels):
         assert_same(
             "a slice of records", fmt.decode(got[::2], channels), fmt.decode(want[::2], channels)
         )
+    whole = fmt.encode(x[:, :channels])
+    for copy in (cupy.asfortranarray(moved[:, :channels]), moved[:, :channels].copy()):
+        for _ in range(20):
+            assert_same("records, again and again", fmt.encode(copy), whole)
+    repeated = cupy.broadcast_to(moved[:1, :channels], (6, channels))
+    assert_same("a broadcast row", fmt.encode(repeated), whole[:1].repeat(6, axis=0))
     assert find_kernel(ops(fmt)[0].__name__, "cupy") is not None
 
 
@@ -251,7 +278,7 @@ def test_rmsnorm_with_cast(cupy, channels, dtype):
     whole = rmsnorm_fp8(moved, scale, 1e-6, OFFICIAL)
     assert_same("alone", rmsnorm_fp8(moved[:1], scale, 1e-6, OFFICIAL), whole[:1])
     many = cupy.asarray(np.concatenate([x] * 20))
-    for _ in range(5):
+    for _ in range(100):
         assert_same("in a batch", rmsnorm_fp8(many, scale, 1e-6, OFFICIAL)[:70], whole)
 
 
@@ -290,6 +317,15 @@ def test_a_wrapper_launches_once_over_all_pieces(fake_cuda, fmt, channels):
         per_thread *= 2 if unpacked[1] == "fp4_unpack_v3" else 1
         assert unpacked[2] == (-(-210 * channels // per_thread // 256),)
     assert len(fake_cuda) == 4
+
+
+def test_rounding_launches_once(fake_cuda):
+    with use("cupy"):
+        out = ACTIVATION_FP8.fake(on_device(np.ones((3, 96), np.float32)))
+        with pytest.raises(ValueError, match="last axis must be a multiple of 32"):
+            ACTIVATION_FP8.fake(on_device(np.ones((3, 80), np.float32)))
+    assert out.shape == (3, 96) and out.dtype == np.float32
+    assert [launch[:3] for launch in fake_cuda] == [("fake_quantize", "fake_quantize_v2", (1,))]
 
 
 def test_empty_records_launch_nothing(fake_cuda):

@@ -96,6 +96,11 @@ __device__ inline u32 e2m1_code(float y) {
   return steps + (power >> 22) - 254u;
 }
 
+// E2M1 bits at the place of a float's exponent and mantissa are its value * 2^-126.
+__device__ inline float e2m1_value(u32 code) {
+  return mul_rn(__uint_as_float((code & 8u) << 28 | (code & 7u) << 22), 0x1p126f);
+}
+
 // Four E4M3 codes of v * factor, factor a power of two.
 __device__ inline u32 e4m3x4(const float* v, float factor) {
   u32 low = e4m3x2(mul_rn(v[0], factor), mul_rn(v[1], factor));

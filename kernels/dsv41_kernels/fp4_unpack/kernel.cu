@@ -23,11 +23,6 @@ extern "C" __global__ void fp4_unpack_v1(const u8* records, Element* out, long l
   store_one(out + i, mul_rn(signed_value, scale_value(record[CODES + channel / GROUP])));
 }
 
-// E2M1 bits at the place of a float's exponent and mantissa are its value * 2^-126.
-__device__ inline float e2m1_value(u32 code) {
-  return mul_rn(__uint_as_float((code & 8u) << 28 | (code & 7u) << 22), 0x1p126f);
-}
-
 // v2: one thread makes one 16-byte store (8 bf16 or 4 f32), so that a warp writes 512 bytes without
 // gaps and reads its codes as words; v1 stored 2 or 4 bytes a thread and read every byte twice.
 extern "C" __global__ void __launch_bounds__(256)
