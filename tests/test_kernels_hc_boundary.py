@@ -223,7 +223,7 @@ def test_a_launch_never_has_more_blocks_than_processors(fake_cuda):  # noqa: F81
         rows = (4, 5120), (5120,), (4,), (4,), (4, 4)
         shapes = *((tokens, *row) for row in rows), (24, 4 * 5120), (24,), (3,), (5120,)
         given = [np.zeros(shape, np.float32) for shape in shapes]
-        wrapper("hc_boundary")(*on_fake(given), CONFIG, OFFICIAL)
+        wrapper("hc_boundary")(*on_fake(given), CONFIG, OFFICIAL, version="v4")
     found = [(name, blocks) for _, name, blocks, _, _ in fake_cuda]
     assert found == [("thin", (32,)), ("thin", (128,)), ("wide", (32,)), ("wide", (128,))]
 

@@ -1,7 +1,8 @@
 """The boundary between two sublayers on a GPU; the contract is dsv41.mhc.hc_boundary's docstring.
 
 Streams, y and x may also be uint16 arrays of bf16 bits, as the released code keeps them. `version`
-is one of kernel.cu's; by default the fastest one that exists for the sizes and the type.
+is one of kernel.cu's; by default v4 where one block per half and 16 tokens fit on the GPU at once
+and the sizes and the type allow it, else v3.
 """
 
 import functools
@@ -39,7 +40,7 @@ def prepare(old, new, config, numerics, fp8=False, version=None):
     old, new = _checked(old, new)
     tokens, s, width = old[0].shape
     best = fastest(old[0], numerics)
-    version = version or best
+    version = version or (best if small(old[0]) else "v3")  # v4 in a large launch: only by name
     if version not in VERSIONS:
         raise ValueError(f"version: expected one of {', '.join(VERSIONS)}, got {version!r}")
     if version == "v4" and best != "v4":
@@ -73,6 +74,13 @@ def fastest(streams, numerics):
     bf16, cut = numerics.bf16 or streams.dtype == np.uint16, units(width)
     fits = s == 4 and cut is not None and cut[1] // 2 <= processors()
     return "v4" if fits and bf16 else "v3"
+
+
+def small(streams):
+    """Does v4 take these rows with one block for every half and 16 tokens, all at once?"""
+    tokens, _, width = streams.shape
+    cut = units(width)
+    return cut is not None and -(-tokens // 16) * cut[1] <= processors()
 
 
 def units(width):
@@ -156,7 +164,7 @@ def _v4(old, new, out, config, macros, fp8):
     tokens, _, width = out[0].shape
     count, halves = units(width)
     macros = macros | {"FP8": fp8, "UNITS": count, "HALVES": halves}
-    launch = _thin if -(-tokens // 16) * halves <= processors() else _wide
+    launch = _thin if small(out[0]) else _wide
     return [launch((*old, *new, *out), tokens, count, halves, config, macros)]
 
 
