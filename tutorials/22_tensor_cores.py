@@ -291,7 +291,8 @@ assert 0.1 < lost < 0.25 and error > 0.05, "every 0.5 is gone, and no NaN tells"
 # output has it too, and there it is undone.
 #
 # For each chunk of 64 records: products, then weights $p = 2^{s - m}$ with the running maximum $m$,
-# products again. When the maximum grows by $\delta$, everything summed so far shrinks by
+# products again. (Products of one chain over all channels, as v4 and v5 make them; v3 adds two
+# halves.) When the maximum grows by $\delta$, everything summed so far shrinks by
 # $2^{-\delta}$. The released code rounds $p$ to bf16 before it meets the values, and not in the
 # denominator.
 
@@ -733,5 +734,5 @@ check("22.choice", choice)
 #   channels and chunks in order does not.
 # - Top-k needs no sort: four rounds of counting and a rule for ties.
 #
-# Worked solutions: [solutions/22_tensor_cores.py](solutions/22_tensor_cores.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/22_tensor_cores.py](solutions/22_tensor_cores.py). Next: how fast
+# could all that be? [23 · Measuring](23_measuring.ipynb).
