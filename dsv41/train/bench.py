@@ -2,10 +2,10 @@
 
 A few steps of the run in data/runs/mini/run.json, with the shipped training sample as corpus, on
 random weights: the speed does not depend on what they are. The first step is not counted; it
-compiles kernels and fills caches. Then one more step is watched: where the host spends its time, by module
-of the package, and on a GPU how long kernels were running, where PyTorch is there to read that.
-On a GPU the host only starts work, so a step takes the longer of the two, and more wherever one
-waits for the other. `python -m dsv41 bench --train [--device cuda]` prints it.
+compiles kernels and fills caches. Then one more step is watched: where the host spends its time, by
+module of the package, and on a GPU how long kernels were running, where PyTorch is there to read
+that. On a GPU the host only starts work, so a step takes the longer of the two, and more wherever
+one waits for the other. `python -m dsv41 bench --train [--device cuda]` prints it.
 """
 
 import cProfile
