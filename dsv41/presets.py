@@ -4,7 +4,7 @@
 nine layers and every mechanism of the real plan: two window-only layers, two ratio-2 sources with
 a Reuse layer, a ratio-1 decoder whose first layer publishes a pool and whose third reindexes in
 it, two Engram modules, four streams. It is the config of the reference data in tests/golden.
-"mini" is the real plan in twelve layers, for training on one GPU (data/runs/mini.json).
+"mini" is the real plan in twelve layers, for training on one GPU (data/runs/mini/run.json).
 """
 
 from .config import Config, RopeScaling, VisionConfig

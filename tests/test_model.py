@@ -263,13 +263,19 @@ def test_a_weight_that_is_nan_in_memory_is_named():
 
 def test_reindexing_behind_a_long_context_reads_the_pool_alone(monkeypatch):
     """The consumer's work does not grow with the context: it never gathers all index keys."""
-    from dsv41.cache import Cache
+    from dsv41.selection import Entries
 
     asked = []
-    real = Cache.index_keys
-    monkeypatch.setattr(
-        Cache, "index_keys", lambda self, s, slot, n: asked.append(n) or real(self, s, slot, n)
-    )
+    real = Entries.rows
+
+    def rows(self, request, entries):
+        asked.append(entries.shape)
+        return real(self, request, entries)
+
+    monkeypatch.setattr(Entries, "rows", rows)
     model().logits(some_ids(90), FLOAT32)
     sources = sum(layer.mode == "full" for layer in model().config.plan)
-    assert len(asked) == sources
+    whole, listed = ([shape for shape in asked if len(shape) == n] for n in (1, 2))
+    assert len(whole) == sources
+    pool = model().config.candidate_topk_blocks * model().config.candidate_block_size
+    assert listed == [(90, pool)]

@@ -11,9 +11,13 @@ import pytest
 from reference import GOLDEN
 
 import dsv41
+from dsv41 import load
 from dsv41.figures import draw_losses
+from dsv41.presets import preset
 from dsv41.tensors import flatten
+from dsv41.token_classes import load_token_classes
 from dsv41.train import loop
+from dsv41.train.command import DATA, export, starting_params
 from dsv41.train.gradients import clip, micro_batches
 from dsv41.train.loop import Run, Trainer
 from dsv41.train.model import Documents, Options, evaluate
@@ -184,8 +188,8 @@ def test_micro_batches_give_the_gradients_of_the_whole_batch(tmp_path):
         if "indexer" not in name and "gate" not in name:  # their losses are means of their own
             assert np.abs(ours - theirs).max() < 2e-5 * max(1, np.abs(ours).max()), name
     assert about_a["losses"]["loss"] == pytest.approx(about_b["losses"]["loss"], rel=1e-5)
-    for layer, load in about_a["load"].items():
-        assert np.array_equal(load, about_b["load"][layer])
+    for layer, counts in about_a["load"].items():
+        assert np.array_equal(counts, about_b["load"][layer])
 
 
 def test_the_drafter_learns_behind_the_last_step_and_alone(tmp_path):
@@ -230,7 +234,7 @@ def test_log_lines_are_json(straight, tmp_path):
     assert json.loads(line)["tokens"] == 48
 
 
-@pytest.mark.parametrize("field", ["length", "batch", "steps", "save_every"])
+@pytest.mark.parametrize("field", ["length", "batch", "evaluate_every", "save_every"])
 def test_sizes_below_one_are_refused_by_name(field):
     with pytest.raises(ValueError, match=f"{field}: expected a positive number, got 0"):
         replace(RUN, **{field: 0})
@@ -250,3 +254,31 @@ def test_the_log_is_drawn(straight, tmp_path):
     (tmp_path / "log.jsonl").write_text("")
     with pytest.raises(ValueError, match="holds no step"):
         draw_losses(tmp_path / "log.jsonl", tmp_path / "loss.png")
+
+
+def test_a_run_goes_on_from_a_checkpoint_that_stays_what_it_is(tmp_path):
+    """The shipped miniature as masters: read as stored, they are the checkpoint's own numbers, and
+    while only the drafter learns they remain so.
+    """
+    config, directory = preset("mini"), DATA / "mini"
+    start = starting_params(config, directory)
+    about = replace(RUN, steps=0, draft_steps=2, draft_peak=0.01, anchors=2, quantised_from=0)
+    classes = load_token_classes(DATA / "tokenizer")
+    run = Trainer(config, about, [np.arange(300, 340)], classes, tmp_path, start=start)
+    before = {k: v.copy() for k, v in flatten(run.params).items()}
+    run.step()
+    export(run, tmp_path / "model")
+    again, ids = load(tmp_path / "model"), np.arange(300, 350)
+    assert np.array_equal(again.logits(ids), load(directory).logits(ids))
+    moved = [k for k, v in flatten(run.params).items() if not np.array_equal(v, before[k])]
+    assert moved and all(name.startswith("mtp.") for name in moved)
+
+
+def test_a_checkpoint_of_another_config_is_no_start():
+    with pytest.raises(ValueError, match=r"start: the model in .*mini has another config"):
+        starting_params(CONFIG, DATA / "mini")
+
+
+def test_a_run_without_steps_is_refused():
+    with pytest.raises(ValueError, match="steps: expected some"):
+        Run(steps=0)

@@ -1,11 +1,11 @@
 """How many tokens does the miniature learn from in a second, and what holds it back?
 
-A few steps of the run in data/runs/mini.json, with the shipped training sample as corpus, on random
-weights: the speed does not depend on what they are. The first step is not counted; it compiles
-kernels and fills caches. Then one more step is watched: where the host spends its time, by module
-of the package, and on a GPU how long kernels were running, where PyTorch is there to read that.
-On a GPU the host only starts work, so a step takes the longer of the two, and more wherever one
-waits for the other. `python -m dsv41 bench --train [--device cuda]` prints it.
+A few steps of the run in data/runs/mini/run.json, with the shipped training sample as corpus, on
+random weights: the speed does not depend on what they are. The first step is not counted; it
+compiles kernels and fills caches. Then one more step is watched: where the host spends its time, by
+module of the package, and on a GPU how long kernels were running, where PyTorch is there to read
+that. On a GPU the host only starts work, so a step takes the longer of the two, and more wherever
+one waits for the other. `python -m dsv41 bench --train [--device cuda]` prints it.
 """
 
 import cProfile
@@ -81,24 +81,6 @@ def _watched(trainer, device):
     yield f"one step under the profiler: {seconds:.2f} s, {calls:,} function calls; own time"
     yield "  ".join(f"{name} {mine / seconds:.0%}" for name, mine in own.most_common(8))
     if device == "cuda":
-        yield from _kernels(trainer)
+        from dsv41_kernels.busy import kernels_of
 
-
-def _kernels(trainer):
-    """How long kernels ran in one step, by PyTorch's reading of the GPU's own records."""
-    try:
-        import torch
-        from torch.profiler import ProfilerActivity, profile
-    except ImportError:
-        yield "how long kernels run is not known: PyTorch, which would read it, is not installed"
-        return
-    torch.zeros(1, device="cuda")
-    with profile(activities=[ProfilerActivity.CUDA]) as watched:
-        seconds = trainer.step()["seconds"]
-        torch.cuda.synchronize()
-    found = sorted(watched.key_averages(), key=lambda e: -e.self_device_time_total)
-    busy, launches = (
-        sum(getattr(e, k) for e in found) for k in ("self_device_time_total", "count")
-    )
-    yield f"{launches:,} kernels ran {busy / 1e3:.0f} of {seconds * 1e3:.0f} ms, the longest:"
-    yield "  ".join(f"{e.key[:36]} {e.self_device_time_total / busy:.0%}" for e in found[:8])
+        yield from kernels_of(lambda: trainer.step()["seconds"])

@@ -1,7 +1,8 @@
 """python -m dsv41 train CONFIG: what is a run made of, from the command line?
 
 CONFIG is a JSON object: "model" a preset's name, "run" the fields of loop.Run, "recall" how a
-recall document is made (facts, questions). The corpus folder is what `python -m dsv41 data` wrote.
+recall document is made (facts, questions), and where it goes on from another model, "start", that
+model's directory. The corpus folder is what `python -m dsv41 data` wrote.
 The run's folder gets log.jsonl, state.npz to resume from, model/ in the released layout with the
 tokenizer beside it, and loss.png where matplotlib is installed. `--minutes` ends a session early;
 the same command goes on where it stopped.
@@ -16,7 +17,7 @@ from pathlib import Path
 
 import numpy as np
 
-from ..checkpoint import Checkpoint
+from ..checkpoint import Checkpoint, load_params
 from ..dispatch import to_host
 from ..figures import draw_losses
 from ..presets import preset
@@ -56,7 +57,7 @@ def main_train(arguments):
 
 
 def read_description(path):
-    """A run's JSON file -> dict with "model", "run" (a Run) and "recall"."""
+    """A run's JSON file -> dict with "model", "run" (a Run), "recall" and "start"."""
     try:
         raw = json.loads(Path(path).read_text(encoding="utf-8"))
     except FileNotFoundError:
@@ -70,6 +71,7 @@ def read_description(path):
         "model": preset(raw["model"]),
         "run": Run(**raw.get("run", {})),
         "recall": raw["recall"],
+        "start": raw.get("start"),
     }
 
 
@@ -84,8 +86,18 @@ def open_run(description, corpus, out, device="cpu"):
         from dsv41_kernels.device import cuda_like
 
         like = cuda_like()
-    trainer = Trainer(config, run, documents, classes, out, more, like)
+    start = starting_params(config, description["start"]) if description["start"] else None
+    trainer = Trainer(config, run, documents, classes, out, more, like, start)
     return trainer, heldout_pieces(corpus, run.length)
+
+
+def starting_params(config, directory):
+    """The params of a checkpoint of this config, its drafter included."""
+    checkpoint = Checkpoint(directory)
+    if checkpoint.config != config:
+        raise ValueError(f"start: the model in {directory} has another config than the run's")
+    parts = ("text", "dspark") if config.num_nextn_predict_layers else ("text",)
+    return load_params(checkpoint, parts=parts)
 
 
 class RecallDocuments:

@@ -63,9 +63,14 @@ class Run:
     evaluate_every: int = 100
 
     def __post_init__(self):
-        for name in ("length", "batch", "steps", "save_every", "evaluate_every"):
+        for name in ("length", "batch", "save_every", "evaluate_every"):
             if getattr(self, name) < 1:
                 raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)}")
+        if min(self.steps, self.draft_steps) < 0 or not self.all_steps:
+            raise ValueError(
+                f"steps: expected some, of the model or the drafter, got {self.steps} and "
+                f"{self.draft_steps} draft_steps"
+            )
 
     @property
     def schedule(self):
@@ -93,15 +98,17 @@ class Trainer:
     """A run's weights, optimizer and place, and the data it reads.
 
     documents: list of 1-D id arrays. more(step) -> list of further id arrays for the step, or None.
-    like: a CuPy array to train next to, or None. folder: where state.npz and log.jsonl live.
+    like: a CuPy array to train next to, or None. start: params to begin with, as `load_params`
+    gives them, or None for random ones. folder: where state.npz and log.jsonl live.
     """
 
-    def __init__(self, config, run, documents, classes, folder, more=None, like=None):
+    def __init__(self, config, run, documents, classes, folder, more=None, like=None, start=None):
         self.config, self.run, self.folder = config, run, Path(folder)
         self.classes, self.more, self.like = classes, more, like
         self.wide = config.but(index_topk=run.wide_topk) if run.wide_until else config
         self.batches = Batches(documents, run.length, run.batch, run.seed)
-        self.params = to_masters(random_params(config, np.random.default_rng(run.seed)), like)
+        start = start or random_params(config, np.random.default_rng(run.seed))
+        self.params = to_masters(start, like)
         self.optimizer = Optimizer(config, self.params)
         self.done = 0  # steps
         self.folder.mkdir(parents=True, exist_ok=True)
@@ -263,7 +270,7 @@ def _comparable(run):
 
 
 def to_masters(params, like=None):
-    """Random params with Engram tables decoded, as float32 masters beside `like`."""
+    """Dense params with Engram tables decoded, as float32 masters of their own beside `like`."""
     leaves = {}
     for name, leaf in flatten(params).items():
         if name.endswith("engram.embed.scale"):
@@ -271,7 +278,7 @@ def to_masters(params, like=None):
         if name.endswith("engram.embed.weight"):
             scale = flatten(params)[name.removesuffix("weight") + "scale"]
             leaf = WEIGHT_FP8.dequantize(leaf, scale)
-        leaves[name] = beside(leaf, like)
+        leaves[name] = beside(np.array(leaf, np.float32), like)
     return nest(leaves)
 
 

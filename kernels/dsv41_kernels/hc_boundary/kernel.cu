@@ -8,8 +8,7 @@
 // Stored is bf16 or float32 (../mhc.cuh). Rounding points: new streams once, the collapsed row
 // once, the normalised row once; coefficients never. Numbers through memory, for a token:
 //
-//   v1  a kernel a step: update (2n + 1) d, coefficients n d, collapse (n + 1) d, norm 2 d
-//                                                                                     (4n + 4) d
+//   v1  a kernel a step: update (2n + 1) d, mixing n d, collapse (n + 1) d, norm 2 d   (4n + 4) d
 //   v2  update (2n + 1) d, then everything that reads the new streams (n + 1) d          (3n + 2) d
 //   v3  one pass: the new streams are still in registers when they are read              (2n + 2) d
 //   v4  one pass, whose 24 dot products run on tensor cores; one_pass.cuh                (2n + 2) d
