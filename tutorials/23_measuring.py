@@ -36,7 +36,7 @@ versions("matplotlib")
 # %% [markdown]
 # ## What the machine was seen to do
 #
-# The data sheet promises 4,800 GB/s and 989 TFLOP/s in bf16. No program gets that. So the ceilings
+# The data sheet promises 4,800 GB/s and 989 TFLOP/s in bf16. Nobody sees that. So the ceilings
 # of this page are measured ones, all on one H200, before there was a kernel to flatter: a copy of
 # 1 GB, large matrix products (a burst of a few, then sustained, when the power limit has lowered
 # the clock), tensor cores fed from registers by `mma.sync`, and a kernel that does nothing.
@@ -132,7 +132,7 @@ mixing = counted(hc_coefficients, normal(1, n, d), normal(24, n * d), normal(24)
                  FLOAT32)  # fmt: skip
 print(f"attention, one token  {attention:,}")
 print(f"an index score        {scores / 100:,.0f}")
-print(f"a boundary's 24 dots  {mixing:,}")
+print(f"a boundary's products {mixing:,}")
 same("two products of 64 heads, 640 records", attention, 2 * 2 * H * C * (W + K))
 same("32 heads of 128 channels", scores, 100 * 2 * V.index_n_heads * V.index_head_dim)
 sinkhorn = 2 * V.hc_sinkhorn_iters * 2 * n**3  # the text sums by products with ones
@@ -501,8 +501,8 @@ same("a million tokens: entries scored", scanned, 3 * 500_000 + 1_000_000 + 4 * 
 #    What is the smallest number of tokens at which arithmetic takes at least as long as memory?
 # 2. A kernel runs $b$ blocks of $t$ µs each, one an SM, on $s$ SMs. What share of the SMs' time is
 #    used, until the last block is done?
-# 3. A cache of `capacity` blocks forgets what was used longest ago. A kernel reads blocks $0 \dots
-#    m - 1$ in order, then in order again, `rounds` times in all. How many reads miss?
+# 3. A cache of `capacity` blocks forgets what was used longest ago. A kernel reads some blocks in
+#    order, then all again in the same order, `rounds` times in all. How many reads miss?
 
 
 # %% tags=["exercise"]
