@@ -1,5 +1,8 @@
 """Deliberate bugs in the backward text: each must change a gradient that the other tests compare
 with differences. A mutant is (name, file, text, replacement), built as in mutants.py.
+
+Differences cannot see a wrong target, which is wrong in the loss too. Such mutants are also held
+against the losses by hand in test_train_targets.py, which know nothing of the unchanged package.
 """
 
 import importlib
@@ -8,6 +11,7 @@ import numpy as np
 import pytest
 from mutants import build
 from oracles import small_classes, small_config
+from test_train_targets import check_draft_target, check_index_target
 
 import dsv41
 from dsv41.init import random_params
@@ -165,6 +169,12 @@ MUTANTS = [
         "_add(back.attention, layer.index_source, share)",
         "back.attention[layer.index_source] = share",
     ),
+    (
+        "target of the first reader",
+        "block",
+        "_add(back.attention, layer.index_source, share)",
+        "back.attention.setdefault(layer.index_source, share)",
+    ),
     ("pre is not delayed", "block", "by_mixing, dpre_before, grads", "by_mixing, dpre, grads"),
     ("window forgotten", "block", "dx, grads = dx + by_window,", "dx, grads = dx,"),
     ("compressor's input forgotten", "block", "return dx + by_source,", "return dx,"),
@@ -204,9 +214,30 @@ MUTANTS = [
     ),
     ("context of one stage", "draft", "back.context += by_context", "back.context = by_context"),
     ("compared one token late", "draft", "final[main[at]]", "final[main[at] - 1]"),
+    ("predicts its own token", "draft", "behind[main], -1)", "behind[main - 1], -1)"),
+    (
+        "knows a token too old",
+        "draft",
+        "ids[main.ravel()], np.max",
+        "ids[main.ravel() - 1], np.max",
+    ),
+    ("late slots weigh alike", "draft", "np.exp(-np.arange(size) / decay)", "1"),
     ("confidence without the token", "draft", "de + dboth[:, width:]", "de"),
     ("confidence without the state", "draft", "dhidden + dboth[:, :width]", "dhidden"),
 ]
+
+BY_HAND = {  # whose target is wrong, and who knows the right one
+    "one head's share": check_index_target,
+    "sink takes no weight": check_index_target,
+    "target of one reader": check_index_target,
+    "target of the first reader": check_index_target,
+    "sees its anchor twice": check_draft_target,
+    "compared one token late": check_draft_target,
+    "predicts its own token": check_draft_target,
+    "knows a token too old": check_draft_target,
+    "late slots weigh alike": check_draft_target,
+    "label without its half": check_draft_target,
+}
 
 
 def _floats():
@@ -268,3 +299,12 @@ def test_mutant_is_noticed(number, want, tmp_path):
     _, module, *change = MUTANTS[number]
     build(tmp_path, f"dsv41_backward_{number}", f"train/{module}.py", *change)
     assert differing(f"dsv41_backward_{number}", want)
+
+
+@pytest.mark.parametrize("name", BY_HAND)
+def test_a_wrong_target_is_noticed_by_hand(name, tmp_path):
+    number = [m[0] for m in MUTANTS].index(name)
+    _, module, *change = MUTANTS[number]
+    build(tmp_path, f"dsv41_target_{number}", f"train/{module}.py", *change)
+    with pytest.raises(AssertionError, match="error ratio"):
+        BY_HAND[name](f"dsv41_target_{number}")
