@@ -11,8 +11,9 @@ from dsv41.dispatch import to_host
 from dsv41.init import random_params
 from dsv41.presets import preset
 from dsv41.tensors import flatten
-from dsv41.train.loop import Run, Trainer, to_masters
+from dsv41.train.loop import Trainer, to_masters
 from dsv41.train.model import Options, loss_and_grads
+from dsv41.train.run import Run
 
 pytestmark = pytest.mark.gpu
 CONFIG = preset("tiny").but(vision_config=None)
