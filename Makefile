@@ -8,7 +8,7 @@ LIGHT := $(VENV)/.light
 .PHONY: demo test test-gpu lint bench figures notebooks notebooks-check clean
 
 demo: $(LIGHT)
-	$(RUN) -m dsv41 demo
+	OPENBLAS_NUM_THREADS=1 $(RUN) -m dsv41 demo
 
 test: $(STAMP) lint
 	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -q -n auto tests
