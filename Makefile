@@ -3,11 +3,12 @@ PYTHON ?= python3
 VENV := .venv
 RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
+LIGHT := $(VENV)/.light
 
 .PHONY: demo test test-gpu lint bench figures notebooks notebooks-check clean
 
-demo: $(STAMP)
-	$(RUN) -m dsv41 demo
+demo: $(LIGHT)
+	OPENBLAS_NUM_THREADS=1 $(RUN) -m dsv41 demo
 
 test: $(STAMP) lint
 	OPENBLAS_NUM_THREADS=1 $(RUN) -m pytest -q -n auto tests
@@ -31,11 +32,17 @@ notebooks: $(STAMP)
 notebooks-check: $(STAMP)
 	$(RUN) tutorials/build.py --check
 
+# what the demo needs, in seconds; everything else brings tests, notebooks and compilers
+$(LIGHT): pyproject.toml
+	$(PYTHON) -m venv $(VENV)
+	$(RUN) -m pip install --quiet --editable . tokenizers
+	touch $(LIGHT)
+
 $(STAMP): pyproject.toml
 	$(PYTHON) -m venv $(VENV)
 	$(RUN) -m pip install --quiet --upgrade pip
 	$(RUN) -m pip install --quiet --editable ".[text,plots,dev]" nbclient nbformat ipykernel
-	touch $(STAMP)
+	touch $(STAMP) $(LIGHT)
 
 clean:
 	rm -rf $(VENV) out build dist *.egg-info

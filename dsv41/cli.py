@@ -29,7 +29,7 @@ def main(argv=None):
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments) or 0
-    except (ValueError, OSError, ImportError) as error:
+    except (ValueError, FloatingPointError, OSError, ImportError) as error:
         print(f"dsv41 {arguments.command}: {error}", file=sys.stderr)
         return 2
     except BrokenPipeError:

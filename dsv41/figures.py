@@ -81,10 +81,11 @@ def draw_strategies(path):
 
 def draw_losses(log, path):
     """Write a PNG of a training run's log.jsonl: the model's loss by tokens seen, held-out bits per
-    byte, and, where it was watched, the share of facts recalled. The drafter's steps are left out.
+    byte, and, where it was watched, the share of facts recalled. The drafter's steps are shown only
+    where there are no others.
     """
-    lines = Path(log).read_text(encoding="utf-8").splitlines()
-    records = [record for record in map(json.loads, lines) if "tv" not in record]
+    every = list(map(json.loads, Path(log).read_text(encoding="utf-8").splitlines()))
+    records = [record for record in every if "tv" not in record] or every
     if not records:
         raise ValueError(f"log: {log} holds no step")
     seen = np.cumsum([record["tokens"] for record in records]) / 1e6

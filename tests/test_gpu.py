@@ -14,7 +14,7 @@ from dsv41.presets import preset
 from dsv41.tensors import flatten
 from dsv41.train.block import Back, block_backward, block_forward
 from dsv41.train.draft import draft_loss_and_grads, sample_anchors
-from dsv41.train.loop import Run, Trainer, to_masters
+from dsv41.train.loop import Trainer, to_masters
 from dsv41.train.model import (
     Documents,
     Options,
@@ -23,6 +23,7 @@ from dsv41.train.model import (
     open_call,
     stored_weights,
 )
+from dsv41.train.run import Run
 
 pytestmark = pytest.mark.gpu
 CONFIG = preset("tiny").but(vision_config=None)

@@ -2,13 +2,13 @@
 
 import json
 import os
+import re
 import subprocess
 import sys
 from dataclasses import replace
 
 import numpy as np
 import pytest
-from reference import GOLDEN
 
 import dsv41
 from dsv41 import load
@@ -19,8 +19,9 @@ from dsv41.token_classes import load_token_classes
 from dsv41.train import loop
 from dsv41.train.command import DATA, export, starting_params
 from dsv41.train.gradients import clip, micro_batches
-from dsv41.train.loop import Run, Trainer
+from dsv41.train.loop import Trainer
 from dsv41.train.model import Documents, Options, evaluate
+from dsv41.train.run import Run
 
 CONFIG = dsv41.preset("tiny").but(vision_config=None)
 CLASSES = np.arange(CONFIG.vocab_size) % CONFIG.engram_compressed_vocab_size
@@ -83,9 +84,9 @@ def test_the_router_bias_follows_the_load_and_nothing_else_moves_it(straight):
 def test_a_state_of_another_run_or_model_is_refused(tmp_path):
     run = trainer(tmp_path)
     run.save()
-    with pytest.raises(ValueError, match="belongs to another run or model"):
+    with pytest.raises(ValueError, match=r"belongs to another (run|model)"):
         trainer(tmp_path, replace(RUN, peak=1.0))
-    with pytest.raises(ValueError, match="belongs to another run or model"):
+    with pytest.raises(ValueError, match=r"belongs to another (run|model)"):
         trainer(tmp_path, config=CONFIG.but(routed_scaling_factor=1.0))
     assert trainer(tmp_path, replace(RUN, save_every=5)).done == 0
 
@@ -139,7 +140,7 @@ def test_a_loss_that_is_not_finite_stops_with_the_step(tmp_path, monkeypatch):
     before = bits(run)
     broken = lambda *_: (float("nan"), {}, {})  # noqa: E731
     monkeypatch.setattr(loop, "loss_and_grads", broken)
-    with pytest.raises(FloatingPointError, match="step 0: the loss is nan"):
+    with pytest.raises(FloatingPointError, match="the loss of step 0 is nan"):
         run.step()
     assert run.done == 0 and bits(run) == before
 
@@ -244,15 +245,93 @@ def test_log_lines_are_json(straight, tmp_path):
     assert json.loads(line)["tokens"] == 48
 
 
-@pytest.mark.parametrize("field", ["length", "batch", "evaluate_every", "save_every"])
-def test_sizes_below_one_are_refused_by_name(field):
-    with pytest.raises(ValueError, match=f"{field}: expected a positive number, got 0"):
-        replace(RUN, **{field: 0})
+@pytest.mark.parametrize(
+    ("field", "value", "message"),
+    [
+        ("length", 1, "expected 2 or more, got 1"),
+        ("batch", 0, "expected 1 or more, got 0"),
+        ("evaluate_every", 0, "expected 1 or more, got 0"),
+        ("save_every", -3, "expected 1 or more, got -3"),
+        ("draft_steps", -1, "expected 0 or more, got -1"),
+        ("micro", -5, "expected 0 or more"),
+        ("recall", 1.5, "expected a whole number, got 1.5"),
+        ("length", "24", "expected a whole number, got '24'"),
+        ("peak", 0, "expected 0 or more, got 0"),
+        ("clip", float("nan"), "expected 0 or more, got nan"),
+    ],
+)
+def test_settings_that_cannot_be_meant_are_refused_by_name(field, value, message):
+    with pytest.raises(ValueError, match=f"^{field}: {message}"):
+        replace(RUN, **{field: value})
 
 
-def test_the_reference_checkpoint_is_not_touched():
-    """Training works on copies: nothing here may write into the golden folder."""
-    assert not list(GOLDEN.glob("state*"))
+def test_documents_that_cannot_be_meant_are_refused(tmp_path):
+    for some, run, message in [
+        ([], RUN, "documents: there is none"),
+        ([np.array([], int)], RUN, "documents: there is none"),
+        ([np.array([9, CONFIG.vocab_size])], RUN, "documents: id 288 is outside 0 .. 287"),
+        (documents(), replace(RUN, length=10**7), "length: samples of 10000000 tokens are longer"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            Trainer(CONFIG, run, some, CLASSES, tmp_path)
+    assert not list(tmp_path.iterdir())
+
+
+# ---- what stops a run ---------------------------------------------------------------------------
+
+
+@pytest.mark.parametrize(
+    "name", ["embed.weight", "layers.2.attn.wq_b.weight", "layers.4.ffn.gate.weight", "norm.weight"]
+)
+def test_a_weight_that_is_not_finite_is_named_with_the_step(tmp_path, name):
+    run = trainer(tmp_path)
+    run.step()
+    flatten(run.params)[name].flat[3] = np.nan
+    with pytest.raises(FloatingPointError, match=f"^step 1: {re.escape(name)} is not finite"):
+        run.step()
+    assert run.done == 1
+
+
+def test_the_first_tensor_that_overflows_is_named(tmp_path):
+    """Finite weights whose product is not: the trace knows where it began."""
+    run = trainer(tmp_path)
+    run.params["layers"][1]["attn"]["wo_b"]["weight"] *= np.float32(1e38)
+    with np.errstate(all="ignore"), pytest.raises(FloatingPointError, match=r"^step 0: L0[12]\."):
+        run.step()
+
+
+def test_another_corpus_or_recall_is_another_run(tmp_path):
+    trainer(tmp_path, about={"recall": {"facts": 3}}).save()
+    with pytest.raises(ValueError, match=r"data: .*belongs to another data"):
+        trainer(tmp_path, about={"recall": {"facts": 4}})
+    with pytest.raises(ValueError, match=r"corpus: .*belongs to another corpus"):
+        Trainer(CONFIG, RUN, documents()[1:], CLASSES, tmp_path)
+
+
+def test_a_state_cut_short_is_one_clear_error(tmp_path):
+    run = trainer(tmp_path)
+    run.save()
+    whole = run.state_file.read_bytes()
+    for size in (0, 100, len(whole) // 2):
+        run.state_file.write_bytes(whole[:size])
+        with pytest.raises(ValueError, match=r"state: .*state\.npz cannot be read"):
+            trainer(tmp_path)
+
+
+def test_steps_that_are_done_again_stand_in_the_log_once(tmp_path):
+    run = trainer(tmp_path)
+    for number in range(4):
+        run.log(run.step())
+        if number == 1:
+            run.save()
+    with open(tmp_path / "log.jsonl", "a") as file:
+        file.write('{"step": 4, "lo')  # torn by a kill
+    (tmp_path / "state.77.tmp.npz").write_bytes(b"half")
+    again = trainer(tmp_path)
+    assert not (tmp_path / "state.77.tmp.npz").exists()
+    again.log(again.step())
+    steps = [json.loads(line)["step"] for line in open(tmp_path / "log.jsonl")]
+    assert steps == [0, 1, 2]
 
 
 def test_the_log_is_drawn(straight, tmp_path):

@@ -10,6 +10,7 @@ the same command goes on where it stopped.
 
 import json
 import shutil
+import signal
 import sys
 import time
 from dataclasses import fields
@@ -27,10 +28,12 @@ from ..token_classes import load_token_classes
 from ..tokenizer import load_tokenizer
 from . import recall
 from .data import DATA, load_ids
-from .loop import Run, Trainer
+from .loop import Trainer
 from .packing import BOS, EOS
+from .run import Run
 
 SHORTEST = 8  # recall documents in one sample, at most
+SAVE_SECONDS = 60
 
 
 def main_train(arguments):
@@ -39,9 +42,9 @@ def main_train(arguments):
     trainer, heldout = open_run(description, arguments.corpus, arguments.out, arguments.device)
     asked = recall_probes(description, arguments.corpus)
     until = time.monotonic() + 60 * arguments.minutes if arguments.minutes else np.inf
-    run = trainer.run
+    run, stopped, saved = trainer.run, stop_signals(), time.monotonic()
     print(f"{run.all_steps - trainer.done} of {run.all_steps} steps to go", file=sys.stderr)
-    while trainer.done < run.all_steps and time.monotonic() < until:
+    while trainer.done < run.all_steps and time.monotonic() < until and not stopped:
         record = trainer.step()
         is_due = trainer.done % run.evaluate_every == 0 or trainer.done == run.steps
         if is_due and trainer.done <= run.steps:
@@ -49,11 +52,22 @@ def main_train(arguments):
             record["recall"] = trainer.recall(asked) if asked else {}
         trainer.log(record)
         _show(record, run.all_steps)
-        if trainer.done % run.save_every == 0:
+        if trainer.done % run.save_every == 0 or time.monotonic() - saved > SAVE_SECONDS:
             trainer.save()
+            saved = time.monotonic()
     trainer.save()
     export(trainer, arguments.out / "model")
     _draw(arguments.out)
+
+
+def stop_signals():
+    """-> a list that holds something once the process is asked to end: the step in flight is
+    finished and saved. A kill that cannot be heard loses what SAVE_SECONDS have done.
+    """
+    heard = []
+    for one in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(one, lambda number, _: heard.append(number))
+    return heard
 
 
 def read_description(path):
@@ -64,15 +78,16 @@ def read_description(path):
         raise ValueError(f"config: no file {path}") from None
     except (json.JSONDecodeError, UnicodeDecodeError) as error:
         raise ValueError(f"config: {path} is not JSON ({error})") from None
+    if not isinstance(raw, dict) or not isinstance(raw.get("run"), dict) or "model" not in raw:
+        raise ValueError(f'config: {path} needs an object with "model" and "run"')
     known = {f.name for f in fields(Run)}
-    if unknown := set(raw.get("run", {})) - known:
+    if unknown := set(raw["run"]) - known:
         raise ValueError(f"run: no field {', '.join(sorted(unknown))} in {path}")
-    return {
-        "model": preset(raw["model"]),
-        "run": Run(**raw.get("run", {})),
-        "recall": raw["recall"],
-        "start": raw.get("start"),
-    }
+    run, recall_sizes = Run(**raw["run"]), raw.get("recall")
+    if run.recall and set(recall_sizes or ()) != {"facts", "questions"}:
+        raise ValueError(f'recall: {path} needs "facts" and "questions", got {recall_sizes}')
+    start = raw.get("start")
+    return {"model": preset(raw["model"]), "run": run, "recall": recall_sizes, "start": start}
 
 
 def open_run(description, corpus, out, device="cpu"):
@@ -87,7 +102,8 @@ def open_run(description, corpus, out, device="cpu"):
 
         like = cuda_like()
     start = starting_params(config, description["start"]) if description["start"] else None
-    trainer = Trainer(config, run, documents, classes, out, more, like, start)
+    about = {"recall": description["recall"], "start": description["start"]}
+    trainer = Trainer(config, run, documents, classes, out, more, like, start, about)
     return trainer, heldout_pieces(corpus, run.length)
 
 
@@ -111,6 +127,8 @@ class RecallDocuments:
         self.documents, self.run, self.sizes = documents, run, sizes
         self.words = recall.words_of(load_tokenizer(DATA / "tokenizer"))
         self.long = [n for n, ids in enumerate(documents) if len(ids) >= run.length]
+        if not self.long:
+            raise ValueError(f"recall: no document of {run.length} tokens to hide facts in")
 
     def __call__(self, step):
         generator, lengths = np.random.default_rng((self.run.seed, step, 1)), []
@@ -145,11 +163,13 @@ def recall_probes(description, corpus, count=32):
     for a run without recall documents.
     """
     run = description["run"]
+    if not run.recall:
+        return []
     text = np.concatenate([np.asarray(ids) for ids in load_ids(corpus, "heldout")])
     words = recall.words_of(load_tokenizer(DATA / "tokenizer"))
     facts = description["recall"]["facts"]
     room = run.length - 2 * words.size * facts - words.size  # a probe's front is that long
-    distances = [d for d in recall.DISTANCES if run.recall and 64 < d <= room]
+    distances = [d for d in recall.DISTANCES if 64 < d <= room]
     generator = np.random.default_rng((run.seed, 3))
     return recall.probes(generator, words, text, distances, count, facts)
 
@@ -166,7 +186,9 @@ def export(trainer, directory):
 
 
 def _draw(folder):
-    """loss.png beside the log, where matplotlib is installed."""
+    """loss.png beside the log, where there is one and matplotlib is installed."""
+    if not (folder / "log.jsonl").exists():
+        return
     try:
         draw_losses(folder / "log.jsonl", folder / "loss.png")
     except ImportError as error:

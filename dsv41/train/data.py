@@ -118,7 +118,11 @@ def write_split(out, name, documents, tokenizer):
 
 def load_ids(folder, name):
     """ "train" or "heldout" -> list of documents, each a (n,) uint16 view of the mapped file."""
+    if not (Path(folder) / f"{name}.starts.npy").exists():
+        raise ValueError(f"corpus: no {name} documents in {folder}; run python -m dsv41 data")
     starts = np.load(Path(folder) / f"{name}.starts.npy")
+    if len(starts) < 2 or starts[-1] == 0:
+        raise ValueError(f"corpus: the {name} documents in {folder} are empty")
     ids = np.memmap(Path(folder) / f"{name}.bin", "<u2", mode="r")
     return [ids[a:b] for a, b in pairwise(starts.tolist())]
 

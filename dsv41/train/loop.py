@@ -16,8 +16,9 @@ ours.
 import json
 import os
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import asdict
 from pathlib import Path
+from zipfile import BadZipFile
 
 import numpy as np
 
@@ -28,70 +29,20 @@ from ..tensors import flatten, nest
 from .draft import draft_loss_and_grads, sample_anchors
 from .gradients import accumulate, clip, micro_batches
 from .losses import bits_per_byte
-from .model import Documents, Options, best_tokens, evaluate, loss_and_grads, stored_weights
+from .model import (
+    Documents,
+    Options,
+    best_tokens,
+    evaluate,
+    first_not_finite,
+    loss_and_grads,
+    stored_weights,
+)
 from .optimizer import Optimizer
 from .packing import BOS, Batches
 from .recall import accuracy
-from .schedule import BIAS_SPEED, Schedule, balance_bias
-
-
-@dataclass(frozen=True)
-class Run:
-    """What defines a run. Two runs with equal fields compute equal bits on one machine."""
-
-    length: int = 4096  # tokens of a sample
-    batch: int = 8  # samples a step
-    steps: int = 1000
-    peak: float = 3e-3
-    final: float = 3e-4
-    warmup: int = 50
-    decay_from: int = 500
-    micro: int = 0  # most tokens of one backward pass; 0: the whole batch at once
-    wide_until: int = 0  # before this step selections hold `wide_topk` entries
-    wide_topk: int = 512
-    quantised_from: int = 10**9  # first step with the quantisers on
-    clip: float = 1.0
-    balance: float = 1e-4
-    bias_speed: float = BIAS_SPEED  # of the routers' biases; falls with the learning rate
-    index: float = 1.0
-    recall: int = 0  # samples of recall documents a step, besides the batch
-    draft_steps: int = 0  # steps of the drafter, after all others
-    draft_peak: float = 3e-3
-    anchors: int = 64  # drafts that are cut out of a document
-    seed: int = 0
-    save_every: int = 100
-    evaluate_every: int = 100
-
-    def __post_init__(self):
-        for name in ("length", "batch", "save_every", "evaluate_every"):
-            if getattr(self, name) < 1:
-                raise ValueError(f"{name}: expected a positive number, got {getattr(self, name)}")
-        if min(self.steps, self.draft_steps) < 0 or not self.all_steps:
-            raise ValueError(
-                f"steps: expected some, of the model or the drafter, got {self.steps} and "
-                f"{self.draft_steps} draft_steps"
-            )
-
-    @property
-    def schedule(self):
-        decay_from = min(self.decay_from, self.steps)
-        warmup = min(self.warmup, decay_from)
-        return Schedule(self.peak, self.final, warmup, decay_from, self.steps)
-
-    @property
-    def draft_schedule(self):
-        steps = self.draft_steps
-        return Schedule(self.draft_peak, self.draft_peak / 10, steps // 20, steps // 2, steps)
-
-    @property
-    def all_steps(self):
-        return self.steps + self.draft_steps
-
-    def rate(self, step):
-        """The learning rate of a step of either phase."""
-        if step < self.steps:
-            return self.schedule.lr(step)
-        return self.draft_schedule.lr(step - self.steps)
+from .run import check_documents, digest
+from .schedule import balance_bias
 
 
 class Trainer:
@@ -99,12 +50,26 @@ class Trainer:
 
     documents: list of 1-D id arrays. more(step) -> list of further id arrays for the step, or None.
     like: a CuPy array to train next to, or None. start: params to begin with, as `load_params`
-    gives them, or None for random ones. folder: where state.npz and log.jsonl live.
+    gives them, or None for random ones. about: what else makes the run what it is, in JSON's types.
+    folder: where state.npz and log.jsonl live.
     """
 
-    def __init__(self, config, run, documents, classes, folder, more=None, like=None, start=None):
+    def __init__(
+        self,
+        config,
+        run,
+        documents,
+        classes,
+        folder,
+        more=None,
+        like=None,
+        start=None,
+        about=None,
+    ):
+        check_documents(documents, config, run)
         self.config, self.run, self.folder = config, run, Path(folder)
         self.classes, self.more, self.like = classes, more, like
+        self.identity = [asdict(run), config.to_dict(), digest(documents), about]
         self.wide = config.but(index_topk=run.wide_topk) if run.wide_until else config
         self.batches = Batches(documents, run.length, run.batch, run.seed)
         start = start or random_params(config, np.random.default_rng(run.seed))
@@ -112,8 +77,11 @@ class Trainer:
         self.optimizer = Optimizer(config, self.params)
         self.done = 0  # steps
         self.folder.mkdir(parents=True, exist_ok=True)
+        for left_over in self.folder.glob("state.*.tmp.npz"):  # by a kill while saving
+            left_over.unlink()
         if self.state_file.exists():
             self._load()
+        self._cut_log()
 
     @property
     def state_file(self):
@@ -124,9 +92,7 @@ class Trainer:
         clock, step = [time.perf_counter()], self.done
         documents = self._documents(step)
         clock.append(time.perf_counter())
-        learn = self._loss_and_grads if step < self.run.steps else self._draft_loss_and_grads
-        with errors_at_end():
-            grads, info = learn(documents, step)
+        grads, info = self._learn(documents, step)
         norm = clip(grads, self.run.clip, step)  # reads all gradients, so a GPU has finished them
         clock.append(time.perf_counter())
         rate = self.run.rate(step)
@@ -138,6 +104,20 @@ class Trainer:
         record |= {"load": load_range(info["load"]), "tokens": sum(map(len, documents.ids))}
         record |= {"seconds": clock[-1] - clock[0]}
         return record | {"parts": np.diff(clock).round(4).tolist()}
+
+    def _learn(self, documents, step):
+        """Gradients of the step's phase; a number that is not finite stops it and is named."""
+        learn = self._loss_and_grads if step < self.run.steps else self._draft_loss_and_grads
+        try:
+            with errors_at_end():
+                return learn(documents, step)
+        except (ValueError, FloatingPointError) as error:
+            weights, numerics = self._weights(step)
+            options = Options(self.classes)
+            name = first_not_finite(weights, self.config, documents, numerics, options)
+            if name is None:
+                raise
+            raise FloatingPointError(f"step {step}: {name} is not finite ({error})") from error
 
     def log(self, record):
         """Append a record to log.jsonl, numbers rounded to six digits."""
@@ -168,8 +148,7 @@ class Trainer:
         """Write state.npz; a kill at any moment leaves the old file or the new one."""
         arrays = {f"params/{k}": to_host(v) for k, v in flatten(self.params).items()}
         arrays |= {f"state/{k}": to_host(v) for k, v in self.optimizer.state_dict().items()}
-        run = json.dumps([asdict(self.run), self.config.to_dict()], sort_keys=True)
-        arrays |= {"done": np.array(self.done), "run": np.array(run)}
+        arrays |= {"done": np.array(self.done), "run": np.array(json.dumps(self.identity))}
         temporary = self.folder / f"state.{os.getpid()}.tmp.npz"
         try:
             with open(temporary, "wb") as file:
@@ -181,16 +160,29 @@ class Trainer:
             temporary.unlink(missing_ok=True)
 
     def _load(self):
-        with np.load(self.state_file, allow_pickle=False) as saved:
-            run = json.dumps([asdict(self.run), self.config.to_dict()], sort_keys=True)
-            if _comparable(str(saved["run"])) != _comparable(run):
-                raise ValueError(f"run: {self.state_file} belongs to another run or model")
-            params = {k[7:]: saved[k] for k in saved.files if k.startswith("params/")}
-            state = {k[6:]: saved[k] for k in saved.files if k.startswith("state/")}
-            self.done = int(saved["done"])
+        try:
+            with np.load(self.state_file, allow_pickle=False) as file:
+                saved = dict(file)
+            found, self.done = json.loads(str(saved["run"])), int(saved["done"])
+        except (ValueError, KeyError, EOFError, OSError, BadZipFile) as error:
+            raise ValueError(f"state: {self.state_file} cannot be read ({error})") from None
+        own = json.loads(json.dumps(self.identity))
+        for what, a, b in zip(("run", "model", "corpus", "data"), found, own, strict=True):
+            if _lasting(a) != _lasting(b):
+                raise ValueError(f"{what}: {self.state_file} belongs to another {what}")
+        params = {k[7:]: saved[k] for k in saved if k.startswith("params/")}
+        state = {k[6:]: saved[k] for k in saved if k.startswith("state/")}
         self.params = nest({k: beside(v, self.like) for k, v in params.items()})
         self.optimizer = Optimizer(self.config, self.params)
         self.optimizer.load_state_dict(state)  # which copies each array to where its own lives
+
+    def _cut_log(self):
+        """Drop the log's lines behind the state: those steps are done again."""
+        path = self.folder / "log.jsonl"
+        lines = path.read_text(encoding="utf-8").splitlines(True) if path.exists() else []
+        kept = [line for line in lines if line.endswith("\n") and _step(line) < self.done]
+        if len(kept) < len(lines):
+            path.write_text("".join(kept), encoding="utf-8")
 
     def _documents(self, step):
         packed = self.batches(step)
@@ -226,7 +218,7 @@ class Trainer:
         for part in parts:
             loss, some, info = loss_and_grads(weights, config, part, numerics, options)
             if not np.isfinite(loss):
-                raise FloatingPointError(f"step {step}: the loss is {loss}")
+                raise FloatingPointError(f"the loss of step {step} is {loss}")
             share = info["targets"] / whole
             grads = some if len(parts) == 1 else accumulate(grads, some, share)
             sums = {name: total + share * info[name] for name, total in sums.items()}
@@ -247,7 +239,7 @@ class Trainer:
                 weights, self.config, part, anchors, numerics, Options(self.classes)
             )
             if not np.isfinite(loss):
-                raise FloatingPointError(f"step {step}: the loss is {loss}")
+                raise FloatingPointError(f"the loss of step {step} is {loss}")
             share = sum(map(len, anchors)) / whole
             grads = some if len(parts) == 1 else accumulate(grads, some, share)
             for name in ("ce", "tv", "confidence"):
@@ -263,10 +255,15 @@ class Trainer:
         return evaluate(weights, self.config, asked, numerics, Options(self.classes))[0]
 
 
-def _comparable(run):
-    """A run's description without what may change when it goes on."""
-    fields, config = json.loads(run)
-    return {k: v for k, v in fields.items() if not k.endswith("_every")}, config
+def _lasting(description):
+    """A description without what may change when a run goes on."""
+    if not isinstance(description, dict):
+        return description
+    return {k: v for k, v in description.items() if not k.endswith("_every")}
+
+
+def _step(line):
+    return json.loads(line)["step"]
 
 
 def to_masters(params, like=None):

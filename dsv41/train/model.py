@@ -14,7 +14,7 @@ there is to straight-through training with FP8 and FP4 weights. Selection biases
 `info["load"]` is what their rule needs. Source: report, sections 2.5 and 4.2.2.
 """
 
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
@@ -124,6 +124,22 @@ def best_tokens(params, config, documents, at, numerics=FLOAT32, options=None):
     at = beside(np.asarray(at), streams)
     x = last_x(streams[at], pre[at], params, call)
     return to_host(np.argmax(matmul_rows(x, params["head"]["weight"], numerics), axis=1))
+
+
+def first_not_finite(params, config, documents, numerics=FLOAT32, options=None):
+    """What a NaN came from: the first weight that is not finite, else the first traced tensor of a
+    forward pass, in the order of computation -> its name, None when all are finite.
+    """
+    for name, leaf in flatten(params).items():
+        if not np.isfinite(getattr(leaf, "master", leaf)).all():
+            return name
+    call, trace = open_call(params, config, documents, numerics, (options or Options()).classes), {}
+    try:
+        run_forward(params, documents, replace(call, trace=trace))
+    except ValueError:
+        pass  # a quantiser or the router stopped at it; what was computed before is in the trace
+    wrong = (n for n, x in trace.items() if x.dtype.kind == "f" and np.isnan(x).any())
+    return next(wrong, None)
 
 
 def open_call(params, config, documents, numerics, classes=None):

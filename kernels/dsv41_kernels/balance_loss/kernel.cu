@@ -8,7 +8,10 @@ extern "C" __global__ void count_choices(const long long* chosen, const long lon
   long long t = blockIdx.x * (long long)blockDim.x + threadIdx.x;
   if (t >= tokens) return;
   atomicAdd(&lengths[order[t]], 1);
-  for (int j = 0; j < k; ++j) atomicAdd(&counts[order[t] * experts + chosen[t * k + j]], 1);
+  for (int j = 0; j < k; ++j) {
+    long long e = chosen[t * k + j];
+    if (e >= 0) atomicAdd(&counts[order[t] * experts + e], 1);  // -1: the scores were NaN
+  }
 }
 
 extern "C" __global__ void balance_loss(const float* scores, const long long* order,

@@ -22,7 +22,7 @@ class Groups:
         self.begins = cupy.searchsorted(flat[self.order], edges)
         busiest = int((self.begins[1:] - self.begins[:-1]).max())  # the one number the host needs
         self.room = max(ROOM, -(-busiest // ROOM) * ROOM)
-        self.slots = cupy.empty(flat.shape, np.int64)
+        self.slots = cupy.zeros(flat.shape, np.int64)
 
     def gather(self, x):
         """x (T, D) f32 -> (E, room, D), zeros where an expert has fewer tokens."""

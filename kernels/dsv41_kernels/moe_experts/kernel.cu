@@ -40,6 +40,7 @@ extern "C" __global__ void combine(const float* rows, const long long* chosen,
         long long e = chosen[t * k + i];
         if (e > last && (next < 0 || e < chosen[t * k + next])) next = i;
       }
+      if (next < 0) break;  // the scores were NaN
       last = chosen[t * k + next];
       sum += rows[slots[t * k + next] * channels + c];
     }

@@ -5,6 +5,7 @@ import numpy as np
 
 from dsv41.ops import matmul_rows
 
+from ..errors import bad_values
 from ..launch import grid, kernel
 
 
@@ -20,6 +21,11 @@ def route(x, p, is_image, experts, factor, normalize, numerics):
         sizes = np.int64(tokens), np.int32(count), np.int32(experts)
         biases = p["bias"], p.get("bias_vl", np.uintp(0)), cupy.asarray(is_image, bool)
         rest = *sizes, np.int32(bool(normalize)), np.float32(factor)
-        arguments = logits, *biases, chosen, weight, biased, *rest
-        kernel("route", "route")(grid(tokens), (256,), arguments)
+        with bad_values(_describe, logits) as word:
+            arguments = logits, *biases, chosen, weight, biased, word, *rest
+            kernel("route", "route")(grid(tokens), (256,), arguments)
     return chosen, weight, biased
+
+
+def _describe(token, kind):
+    return f"x: the router's scores of token {token} are NaN"

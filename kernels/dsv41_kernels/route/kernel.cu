@@ -4,7 +4,8 @@
 //
 // The best come first; equal scores go to the lower expert, which is found without a list of those
 // already taken: each next one is the largest behind its predecessor in the total order (score
-// down, number up). Contract: dsv41.moe.route. A NaN is never chosen; missing experts are -1.
+// down, number up). Contract: dsv41.moe.route. A NaN is never chosen: where too few numbers are left
+// the expert is -1, which the kernels behind skip, and the word `bad` says which token it was.
 
 __device__ float sqrt_softplus(float x) {
   if (x < -20.f) return expf(x * 0.5f);  // where e^x itself would lose its digits
@@ -13,8 +14,9 @@ __device__ float sqrt_softplus(float x) {
 
 extern "C" __global__ void route(const float* logits, const float* text_bias,
                                  const float* image_bias, const bool* is_image, long long* chosen,
-                                 float* weight, float* biased, long long tokens, int experts, int k,
-                                 int normalize, float factor) {
+                                 float* weight, float* biased, unsigned long long* bad,
+                                 long long tokens, int experts, int k, int normalize,
+                                 float factor) {
   long long t = blockIdx.x * (long long)blockDim.x + threadIdx.x;
   if (t >= tokens) return;
   const float* bias = image_bias && is_image[t] ? image_bias : text_bias;
@@ -33,6 +35,7 @@ extern "C" __global__ void route(const float* logits, const float* text_bias,
     total += weight[j];
     if (best >= 0) last = biased[best];
     last_expert = best < 0 ? experts : best;
+    if (best < 0) atomicMax(bad, ~(4ull * t));  // errors.py reads it
   }
   float scale = normalize && k > 1 ? total + 1e-20f : 1.f;
   for (int j = 0; j < k; ++j) weight[j] = weight[j] / scale * factor;

@@ -20,6 +20,7 @@ extern "C" __global__ void route_backward(const float* dweight, const float* dsc
   }
   float total = 0.f, product = 0.f;
   for (int j = 0; j < k; ++j) {
+    if (chosen[j] < 0) continue;  // the scores were NaN
     float x = logits[chosen[j]];
     float y = x < -20.f ? expf(x * 0.5f) : sqrtf(fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
     total += y;
