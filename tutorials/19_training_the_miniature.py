@@ -346,19 +346,21 @@ close("and the sixth loss", record["loss"] / math.log(2), losses[5], within=1e-9
 #
 # [log.jsonl](../data/runs/mini/log.jsonl) has a line a step, as it was written on the H200. Every
 # 200 steps the run was asked for bits per byte of all held-out text, and for recall: facts
-# `[set happy turtle = wisdom]` among real text, asked for again so many tokens later.
+# `[set happy turtle = wisdom]` among real text, asked for again so many tokens later. A blind guess
+# is right once in 64 times, and naming any value that was shown once in 16.
 
 # %%
 folder = ROOT / "data/runs/mini"
 log = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()]
-asked = json.loads((folder / "run.json").read_text("utf-8"))["run"]
-main, drafter = log[: asked["steps"]], log[asked["steps"] :]
+setup = json.loads((folder / "run.json").read_text("utf-8"))["run"]
+main, drafter = log[: setup["steps"]], log[setup["steps"] :]
 tested = [r for r in main if "heldout" in r]
 steps = [r["step"] + 1 for r in tested]
 bits = [r["heldout"] for r in tested]
 print("train split:", re.search(r"\| train \|.*?\| ([\d,]+) \| \w+ \|", told)[1], "tokens")
 minutes = sum(r["seconds"] for r in log) / 60
-print(f"read: {sum(r['tokens'] for r in main):,}, in {minutes:.1f} minutes")
+print(f"read: {sum(r['tokens'] for r in log):,}, in {minutes:.1f} minutes")
+print(f"{len(main):,} steps, then {len(drafter)} of the drafter")
 print("steps   bits per byte   recall at", *tested[0]["recall"])
 for r in (r for r in tested if r["step"] + 1 in (200, 600, 1000, 1400, 1800, 2000, 2400, 3000)):
     right = "  ".join(f"{share:4.0%}" for share in r["recall"].values())
@@ -378,8 +380,8 @@ with figure("Bits fall smoothly; recall is chance for 1,800 steps, then it is al
         shares = [r["recall"][distance] for r in tested]
         right.plot(steps, shares, "o-", color=colour, markersize=3, alpha=0.8)
     right.axhline(1 / 16, color=GREY, linewidth=0.8)
-    right.text(100, 0.09, "any value that was shown", color=GREY)
-    right.text(1900, 0.6, "128, 512 and\n2,048 tokens", color=INK)
+    right.text(100, 0.19, "grey: any value that was shown", color=GREY)
+    right.text(2080, 0.6, "128, 512 and\n2,048 tokens", color=INK)
     right.set(xlabel="step", ylabel="facts recalled")
 
 # %% [markdown]
@@ -427,7 +429,8 @@ assert most[-100:].mean() > 1.5, "but not to even: 16 experts, batches of one st
 #
 # Now the trained model itself. Take one part away, or make it exact, and ask again. Nothing is
 # trained anew: a part that the others rely on looks dearer than it would be in a model that grew
-# up without it. And the sample is small, the first 640 tokens of two held-out documents.
+# up without it. And the sample is small, the first 640 tokens of two held-out documents: it cannot
+# tell 0.005 from nothing. The pool holds 512 entries, so it has hardly anything to leave out here.
 
 # %%
 mini = dsv41.load(ROOT / "data/mini")
@@ -456,6 +459,7 @@ exact = worth.CACHES["all caches in float32"]
 shipped = measure(mini, parts, text_bytes, traces=traces)
 found = {
     "caches in float32": measure(mini, parts, text_bytes, exact),
+    "no candidate pool": measure(worth.without_pool(mini), parts, text_bytes),
     "no Engram": measure(worth.without_engram(mini), parts, text_bytes),
 }
 for name, ops in (("entries by chance", worth.chance(rng)), ("windows only", worth.nothing())):
@@ -465,6 +469,7 @@ print(f"{'as shipped':20} {shipped:.3f} bits per byte of {text_bytes:,} bytes")
 for name, bits in found.items():
     print(f"{name:20} {bits:.3f}   {bits - shipped:+.3f}")
 assert abs(found["caches in float32"] - shipped) < 0.01, "4-bit and 8-bit caches: next to nothing"
+assert abs(found["no candidate pool"] - shipped) < 0.01, "the pool: nothing that counts here"
 assert found["no Engram"] > shipped + 0.1, "Engram is missed"
 assert shipped < found["entries by chance"] < found["windows only"], "so are chosen entries"
 short = [parts[0][:100]]
@@ -473,7 +478,7 @@ close("worth.bits_per_byte: the same", measure(mini, short, 300), module, within
 
 with figure("Bits miss Engram most and a selection little: ask for a fact, too") as ax:
     names, costs = list(found), [bits - shipped for bits in found.values()]
-    ax.barh(names[::-1], costs[::-1], color=[ORANGE, ORANGE, PURPLE, BLUE], height=0.6)
+    ax.barh(names[::-1], costs[::-1], color=[ORANGE, ORANGE, PURPLE, BLUE, BLUE], height=0.6)
     for y, cost in enumerate(costs[::-1]):
         ax.text(max(cost, 0) + 0.003, y, f"{cost:+.3f}", va="center", color=INK)
     ax.set(xlabel="bits per byte more than as shipped", xlim=(-0.01, max(costs) * 1.15))
@@ -559,7 +564,9 @@ same("worth.recall: the same answer", share[200], float(best == probe.ids[-1]))
 # %%
 from dsv41.replay import begin_replay
 
-ids = np.array([config.bos_token_id, *mini.tokenizer.encode(heldout_texts[3])[:543]])
+prefixes = [
+    np.array([config.bos_token_id, *mini.tokenizer.encode(heldout_texts[n])[:543]]) for n in (0, 3)
+]
 hit, after = 512, 32
 
 
@@ -574,26 +581,37 @@ def kl(z, y):
     return float(np.mean(np.sum(np.exp(z) * (z - y), axis=1)))
 
 
-cache = mini.new_cache(OFFICIAL)
-slot = mini.open(cache)
-mini.step(cache, [slot], [ids[:hit]], tails=[1])
-start = begin_replay(mini, cache, slot, ids, hit)
-replayed = mini.step(cache, [slot], [ids[start:]], tails=[after])
-exactly, alone = last_logits(ids), last_logits(ids[start:])
-near, forgotten = kl(exactly, replayed), kl(exactly, alone)
-same_best = np.mean(exactly.argmax(axis=1) == replayed.argmax(axis=1))
-print(f"runs again: {hit - start} tokens, exact windows would take {12 * 64}")
-print(f"KL from exact: replay {near:.3f} nats, last window alone {forgotten:.2f} nats")
-print(f"the best next token is the same at {same_best * 32:.0f} of 32 positions")
-assert 0 < near < forgotten / 5, "an approximation, and much nearer than forgetting"
-assert same_best > 0.8, "most best tokens stay"
+def replayed_logits(ids):
+    cache = mini.new_cache(OFFICIAL)
+    slot = mini.open(cache)
+    mini.step(cache, [slot], [ids[:hit]], tails=[1])
+    start = begin_replay(mini, cache, slot, ids, hit)
+    return mini.step(cache, [slot], [ids[start:]], tails=[after]), start
+
+
+by_hand = []
+for ids in prefixes:
+    replayed, start = replayed_logits(ids)
+    exactly, alone = last_logits(ids), last_logits(ids[start:])
+    agree = np.mean(exactly.argmax(axis=1) == replayed.argmax(axis=1))
+    by_hand.append((kl(exactly, replayed), kl(exactly, alone), agree))
+    print(
+        "KL from exact: replay {:.3f} nats, last window alone {:.2f} nats; ".format(*by_hand[-1]),
+        end="",
+    )
+    print(f"same best token at {agree * after:.0f} of {after}")
+near, forgotten, agree = np.mean(by_hand, axis=0)
+print(f"runs again: {hit - start} tokens; exact windows would take {12 * config.sliding_window}")
+assert 0 < near < forgotten / 2, "an approximation, and much nearer than forgetting"
+assert agree > 0.8, "most best tokens stay"
+close("worth.replay: the same", worth.replay(mini, prefixes), (near, forgotten, agree), within=1e-9)
 
 # %% [markdown]
 # ## DSpark: honest, and small
 #
 # The drafter had 300 steps. Its log says how far its distribution $p$ is from the model's $p^*$ in
-# total variation, $\sum |p - p^*|$; a draft is accepted with probability $1 - \sum |p - p^*| / 2$.
-# And then the real thing: two greedy continuations of 32 tokens.
+# total variation, $\sum |p - p^*|$. Where tokens are drawn, a draft is accepted with probability
+# $1 - \sum |p - p^*| / 2$. And then the real thing: two greedy continuations of 32 tokens.
 
 # %%
 from dsv41.engine import Engine
@@ -620,9 +638,9 @@ assert 0 < mean < 1, "less than one draft in five is kept"
 assert tv[-50:].mean() < tv[:50].mean(), "it did learn"
 
 # %% [markdown]
-# Half a draft a step, for six rows of work: on a CPU, where every row costs, that is no gain. The
-# released model's drafter had another training and another text; this one shows that the rule is
-# right, and how much it depends on the drafter.
+# The text is right whatever the drafter does, and the gain is what it guesses: here half a draft,
+# for six rows of work instead of one. That pays only where a row costs little beside reading the
+# weights once (chapter 16).
 #
 # ## Exercises
 #
@@ -665,7 +683,8 @@ check("19.whole_gradient", whole_gradient)
 # - Bits per byte compare models with any tokens. Count neither eos nor averages of documents.
 # - Nothing crosses an edge, a pass counts by its tokens, and a resumed run has the same bits.
 # - Recall came within 200 steps, at all distances at once, and the loss did not tell.
-# - In bits, Engram is worth most here, a learned selection little, rounded caches next to nothing.
+# - In bits, Engram is worth most here, a learned selection little, rounded caches and the pool next
+#   to nothing.
 # - In recall the selection is worth nearly everything. Half a draft a step is what DSpark keeps.
 #
 # Worked solutions: [solutions](solutions/19_training_the_miniature.py). All chapters:
