@@ -284,8 +284,8 @@ for step in range(run.steps):
     losses.append(info["next_token"] / math.log(2))
     if step == 5:
         at_six = {name: leaf.copy() for name, leaf in flatten(params).items()}
-    if step % 4 == 0 or step == 23:
-        print(f"step {step + 1:2}  {losses[-1]:.2f} bits per byte  norm {norm:.2f}  rate {lr:.4f}")
+    if step in (0, 4, 8, 23):
+        print(f"step {step + 1:2}  {losses[-1]:.2f} bits per byte  rate {lr:.4f}")
 
 nats, count = evaluate(params, small, unseen, FLOAT32, options)
 learnt = nats / count / math.log(2)
@@ -302,8 +302,9 @@ assert learnt > scale["a byte, by the one before"], "and not yet as good as coun
 
 # %%
 passes = [[texts[0][:20]], [texts[1][:120]]]
-loss, whole, info = loss_and_grads(params, small, passes[0] + passes[1], FLOAT32, options)
-alone = [loss_and_grads(params, small, some, FLOAT32, options) for some in passes]
+fresh = to_masters(random_params(small, np.random.default_rng(1)))
+loss, whole, info = loss_and_grads(fresh, small, passes[0] + passes[1], FLOAT32, options)
+alone = [loss_and_grads(fresh, small, some, FLOAT32, options) for some in passes]
 shares = [part[2]["targets"] / info["targets"] for part in alone]
 name = "layers.3.attn.wo_a.weight"
 wholly = flatten(whole)[name]
@@ -465,9 +466,9 @@ found = {
 for name, ops in (("entries by chance", worth.chance(rng)), ("windows only", worth.nothing())):
     with replaced(**ops):
         found[name] = measure(mini, parts, text_bytes)
-print(f"{'as shipped':20} {shipped:.3f} bits per byte of {text_bytes:,} bytes")
+print(f"{'as shipped':20} {shipped:.2f} bits per byte of {text_bytes:,} bytes")
 for name, bits in found.items():
-    print(f"{name:20} {bits:.3f}   {bits - shipped:+.3f}")
+    print(f"{name:20} {bits:.2f}")
 assert abs(found["caches in float32"] - shipped) < 0.01, "4-bit and 8-bit caches: next to nothing"
 assert abs(found["no candidate pool"] - shipped) < 0.01, "the pool: nothing that counts here"
 assert found["no Engram"] > shipped + 0.1, "Engram is missed"
@@ -488,7 +489,8 @@ loads = np.array([
     for n in range(config.num_hidden_layers)
 ])  # fmt: skip
 share = 16 * loads / loads.sum(axis=1, keepdims=True)
-print(f"experts, on this text: {share.min():.2f} to {share.max():.2f} of an even share")
+print(f"busiest expert of any layer: {share.max():.0f} times an even share")
+assert share.max() < 3 and share.min() < 0.2, "usable, though far from even on a text of one kind"
 same("2 experts a token in every layer", loads.sum(axis=1), np.full(12, 2 * 1280))
 
 # %% [markdown]
@@ -531,21 +533,29 @@ for name, ops in ways.items():
     with replaced(**ops):
         best = np.argmax(mini.logits(ids[:-1])[answers - 1], axis=1)
     right[name] = best == np.array(ids)[answers]
-    near, far = right[name][distances < 512], right[name][distances >= 512]
-    print(f"selected: {name:10} below 512 tokens {near.sum():2} of {near.size}"
-          f"   from 512 on {far.sum():2} of {far.size}")  # fmt: skip
+
+rows = {"learned": BLUE, "by chance": ORANGE, "none": GREY}
+title = (
+    f"{right['learned'].sum()}, {right['by chance'].sum()} and {right['none'].sum()} of 16 facts"
+)
+with figure("Recalled with entries learned, by chance, and without entries") as ax:
+    for y, (name, colour) in enumerate(rows.items()):
+        for found_it, face in ((False, "white"), (True, colour)):
+            at = distances[right[name] == found_it]
+            ax.plot(at, np.full(len(at), -y), "o", color=colour, markerfacecolor=face)
+    ax.text(distances.min(), 0.4, f"filled: right, open: wrong; {title}", color=INK)
+    ax.set(yticks=[0, -1, -2], yticklabels=rows, ylim=(-2.6, 0.8))
+    ax.set(xlabel="tokens between the fact and the question")
 
 # %% [markdown]
 # **Break it.** The second line is the break: entries by chance, as many as before. In bits per byte
 # that costs little, because text is mostly local. Here it costs nearly everything: which 64 of a
-# thousand entries hold the fact, only the indexer knows. The learned selection is not perfect
-# either. The log's probes, one question each, were all right; with 16 facts so close together
-# some answers are wrong.
+# thousand entries hold the fact, only the indexer knows. The learned selection need not be perfect
+# either: the log's probes ask one question each, and here are 16 facts so close together.
 
 # %% tags=["break"]
-print({name: int(found.sum()) for name, found in right.items()}, "of 16")
-assert right["learned"].sum() >= 13, "learned: nearly every fact"
-assert right["by chance"].sum() <= 4, "as many entries, drawn by chance: lost"
+assert right["learned"].sum() >= 11, "learned: most facts"
+assert right["by chance"].sum() <= 4, "as many entries, drawn by chance: most are lost"
 assert right["none"].sum() <= 2, "windows alone: lost"
 probe = recall.probe(np.random.default_rng(3), words, filler, distance=200)
 best = np.argmax(mini.logits([config.bos_token_id, *probe.ids[:-1]])[-1])
@@ -578,7 +588,7 @@ def last_logits(ids):
 def kl(z, y):
     z, y = (x - x.max(axis=1, keepdims=True) for x in (z.astype(np.float64), y.astype(np.float64)))
     z, y = (x - np.log(np.exp(x).sum(axis=1, keepdims=True)) for x in (z, y))
-    return float(np.mean(np.sum(np.exp(z) * (z - y), axis=1)))
+    return np.sum(np.exp(z) * (z - y), axis=1)  # (n,)
 
 
 def replayed_logits(ids):
@@ -589,21 +599,26 @@ def replayed_logits(ids):
     return mini.step(cache, [slot], [ids[start:]], tails=[after]), start
 
 
-by_hand = []
+by_hand, curves = [], []
 for ids in prefixes:
     replayed, start = replayed_logits(ids)
     exactly, alone = last_logits(ids), last_logits(ids[start:])
     agree = np.mean(exactly.argmax(axis=1) == replayed.argmax(axis=1))
-    by_hand.append((kl(exactly, replayed), kl(exactly, alone), agree))
-    print(
-        "KL from exact: replay {:.3f} nats, last window alone {:.2f} nats; ".format(*by_hand[-1]),
-        end="",
-    )
-    print(f"same best token at {agree * after:.0f} of {after}")
+    curves.append([kl(exactly, replayed), kl(exactly, alone)])
+    by_hand.append((*np.mean(curves[-1], axis=1), agree))
 near, forgotten, agree = np.mean(by_hand, axis=0)
 print(f"runs again: {hit - start} tokens; exact windows would take {12 * config.sliding_window}")
+with figure("A replay stays near the exact model, for 64 tokens instead of 768") as ax:
+    for (replay_kl, alone_kl), style in zip(curves, "-:", strict=True):
+        ax.plot(np.arange(after), alone_kl, style, color=ORANGE)
+        ax.plot(np.arange(after), replay_kl, style, color=BLUE)
+    ax.text(0, 5, f"last window alone, mean {forgotten:.3f}", color=ORANGE)
+    ax.text(16, 5, f"replay, mean {near:.3f}, same best token {agree:.0%}", color=BLUE)
+    ax.set(yscale="log", ylim=(1e-5, 20), ylabel="KL from exact, nats")
+    ax.set(xlabel="tokens behind the stored prefix; solid a manual, dotted a dictionary")
+
 assert 0 < near < forgotten / 2, "an approximation, and much nearer than forgetting"
-assert agree > 0.8, "most best tokens stay"
+assert agree > 0.75, "most best tokens stay"
 close("worth.replay: the same", worth.replay(mini, prefixes), (near, forgotten, agree), within=1e-9)
 
 # %% [markdown]
@@ -611,7 +626,7 @@ close("worth.replay: the same", worth.replay(mini, prefixes), (near, forgotten, 
 #
 # The drafter had 300 steps. Its log says how far its distribution $p$ is from the model's $p^*$ in
 # total variation, $\sum |p - p^*|$. Where tokens are drawn, a draft is accepted with probability
-# $1 - \sum |p - p^*| / 2$. And then the real thing: two greedy continuations of 32 tokens.
+# $1 - \sum |p - p^*| / 2$. And then the real thing: four greedy continuations of 32 tokens.
 
 # %%
 from dsv41.engine import Engine
@@ -620,27 +635,31 @@ from dsv41.sampling import Sampling
 tv = np.array([r["tv"] for r in drafter])
 print("chance of a draft by the log, averaged over slots: "
       f"{1 - tv[:50].mean() / 2:.2f} first, {1 - tv[-50:].mean() / 2:.2f} last")  # fmt: skip
+ids_of_novel = np.array([config.bos_token_id, *mini.tokenizer.encode(heldout_texts[6])[:95]])
 requests = {}
 for draft in (True, False):
-    engine = Engine(mini, OFFICIAL, draft=draft)
-    prompts = [parts[0][:96].tolist(), parts[1][:96].tolist()]
+    engine = Engine(mini, draft=draft)
+    prompts = [ids[:96].tolist() for ids in (*parts, *prefixes[1:], ids_of_novel)]
     requests[draft] = [engine.submit(p, 32, Sampling(0.0, 1.0, 0), stop=()) for p in prompts]
     list(engine.run())
 accepted = [kept for request in requests[True] for kept in request.accepted]
 mean = np.mean(accepted)
-print("drafts kept, verification by verification:", *accepted)
-print(
-    f"{mean:.2f} of 5 kept: {1 + mean:.2f} tokens a step, {6 / (1 + mean):.1f} rows run per token"
-)
+counts = np.bincount(accepted, minlength=6)
+with figure("Of five drafts, mostly none or one is kept") as ax:
+    ax.bar(np.arange(6), counts, color=BLUE, width=0.6)
+    ax.text(2.2, counts.max() * 0.8, f"{mean:.2f} kept: {1 + mean:.2f} tokens a verification,\n"
+            f"{6 / (1 + mean):.1f} rows run for each", color=INK)  # fmt: skip
+    ax.set(xlabel="drafts kept", ylabel="verifications", xlim=(-0.5, 5.5))
 for with_drafts, plain in zip(*requests.values(), strict=True):
     assert with_drafts.tokens == plain.tokens, "greedily the same text"
-assert 0 < mean < 1, "less than one draft in five is kept"
+assert 0 < mean < 1, "less than one of five drafts is kept"
+assert counts[:2].sum() > 0.6 * counts.sum(), "mostly none or one"
 assert tv[-50:].mean() < tv[:50].mean(), "it did learn"
 
 # %% [markdown]
-# The text is right whatever the drafter does, and the gain is what it guesses: here half a draft,
-# for six rows of work instead of one. That pays only where a row costs little beside reading the
-# weights once (chapter 16).
+# The text is right whatever the drafter does, and the gain is what it guesses: here less than one
+# draft, for six rows of work instead of one. That pays only where a row costs little beside
+# reading the weights once (chapter 16).
 #
 # ## Exercises
 #
@@ -685,7 +704,7 @@ check("19.whole_gradient", whole_gradient)
 # - Recall came within 200 steps, at all distances at once, and the loss did not tell.
 # - In bits, Engram is worth most here, a learned selection little, rounded caches and the pool next
 #   to nothing.
-# - In recall the selection is worth nearly everything. Half a draft a step is what DSpark keeps.
+# - In recall the selection is worth nearly everything. DSpark keeps less than one draft of five.
 #
 # Worked solutions: [solutions](solutions/19_training_the_miniature.py). All chapters:
 # [README.md](README.md).
