@@ -165,9 +165,10 @@ same("no target across an edge", (filled.targets[:, :-1] >= 0), (
 
 # %%
 from dsv41.init import random_params
-from dsv41.train.loop import Run, Trainer, to_masters
+from dsv41.train.loop import Trainer, to_masters
 from dsv41.train.model import Documents, Options, evaluate, loss_and_grads
 from dsv41.train.optimizer import Optimizer
+from dsv41.train.run import Run
 
 small = preset("tiny").but(
     vision_config=None,
