@@ -1,7 +1,9 @@
 """How do gradients of several passes become one, and none too large?
 
     micro_batches     a step's documents in passes that fit into memory
-    accumulate        sum of shares: each pass counts by the tokens it predicted
+    accumulate        sum of shares: each pass counts by the tokens it predicted, which is exact for
+                      the next token; the losses that average over other counts (index, balance, the
+                      drafter's) are weighted by the same shares, nearly right
     clip              all gradients by one factor, so that their common norm is at most so much
 
 Engram tables have gradients of some rows only, (rows, values); rows of two passes are merged. A
