@@ -2,6 +2,7 @@
 // matrix, and its gradient. S, the number of streams, is a macro; MIX = S * (S + 2) numbers mix one
 // token, and SUMS = 32 slots hold them and the sum of squares behind them (S <= 4).
 #pragma once
+#include "scalar.cuh"
 #include "ptx.cuh"
 
 #ifndef ROUND
@@ -13,13 +14,6 @@
 
 constexpr int MIX = S * (S + 2);
 constexpr int SUMS = 32;
-
-// The nearest bf16 value, ties to even; NaN stays NaN.
-__device__ __forceinline__ float round_bf16(float x) {
-  unsigned bits = __float_as_uint(x);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return __uint_as_float((bits | 0x400000u) & 0xffff0000u);
-  return __uint_as_float((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
-}
 
 // How streams lie in memory: as bf16, which is what the released code keeps, or as the float32
 // numbers of the NumPy text, rounded to bf16 (ROUND 1, OFFICIAL) or not (FLOAT32).
@@ -34,11 +28,6 @@ __device__ __forceinline__ float load(Stored x) { return x; }
 __device__ __forceinline__ float stored(float x) { return ROUND ? round_bf16(x) : x; }
 __device__ __forceinline__ Stored save(float x) { return stored(x); }
 #endif
-
-__device__ __forceinline__ float sigmoid(float x) {
-  float decay = expf(-fabsf(x));
-  return (x >= 0.f ? 1.f : decay) / (1.f + decay);
-}
 
 // 32 sums over the warp in 31 exchanges: at every step a lane keeps the half of the values that its
 // own number points to and gives the other half away. Lane l returns the total of v[l]; the order

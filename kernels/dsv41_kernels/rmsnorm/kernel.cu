@@ -1,16 +1,6 @@
 // RMSNorm of rows, one warp a row: x (rows, channels) f32 -> out, rounded to bf16 on request.
 // Contract: dsv41.ops.rmsnorm. Bytes: 8 per element; the text would make five passes of it.
-
-__device__ float warp_sum(float value) {
-  for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
-}
-
-__device__ float bf16(float value) {  // nearest, ties to even; NaN keeps its sign and stays NaN
-  unsigned bits = __float_as_uint(value);
-  if ((bits & 0x7fffffffu) > 0x7f800000u) return __uint_as_float((bits | 0x400000u) & 0xffff0000u);
-  return __uint_as_float((bits + 0x7fffu + ((bits >> 16) & 1u)) & 0xffff0000u);
-}
+#include "../scalar.cuh"
 
 extern "C" __global__ void rmsnorm(const float* x, const float* weight, float* out, long long rows,
                                    int channels, float eps, int rounds) {
@@ -24,6 +14,6 @@ extern "C" __global__ void rmsnorm(const float* x, const float* weight, float* o
   float r = 1.f / sqrtf(warp_sum(squares) / channels + eps);
   for (int c = lane; c < channels; c += 32) {
     float y = x[c] * r * weight[c];
-    out[c] = rounds ? bf16(y) : y;
+    out[c] = rounds ? round_bf16(y) : y;
   }
 }

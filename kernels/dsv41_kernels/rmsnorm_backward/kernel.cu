@@ -9,13 +9,9 @@
 // build: ROWS=64 CHUNKS=2
 // build: ROWS=64 CHUNKS=4
 // build: ROWS=64 CHUNKS=32
+#include "../scalar.cuh"
 
 #define WARPS 8
-
-__device__ float warp_sum(float value) {
-  for (int step = 16; step; step /= 2) value += __shfl_xor_sync(~0u, value, step);
-  return value;
-}
 
 extern "C" __global__ void rmsnorm_backward(const float* dy, const float* x, const float* weight,
                                             float* dx, float* partial, long long rows, int channels,

@@ -6,11 +6,7 @@
 // already taken: each next one is the largest behind its predecessor in the total order (score
 // down, number up). Contract: dsv41.moe.route. A NaN is never chosen: where too few numbers are left
 // the expert is -1, which the kernels behind skip, and the word `bad` says which token it was.
-
-__device__ float sqrt_softplus(float x) {
-  if (x < -20.f) return expf(x * 0.5f);  // where e^x itself would lose its digits
-  return sqrtf(fmaxf(x, 0.f) + log1pf(expf(-fabsf(x))));
-}
+#include "../scalar.cuh"
 
 extern "C" __global__ void route(const float* logits, const float* text_bias,
                                  const float* image_bias, const bool* is_image, long long* chosen,

@@ -1,10 +1,6 @@
 // swiglu: silu(min(gate, limit)) * clip(up, -limit, limit), one thread a number; limit 0: unclamped.
 // Contract: dsv41.ops.swiglu. Bytes: 12 per element.
-
-__device__ float sigmoid(float x) {
-  float decay = expf(-fabsf(x));
-  return (x >= 0.f ? 1.f : decay) / (1.f + decay);
-}
+#include "../scalar.cuh"
 
 extern "C" __global__ void swiglu(const float* gate, const float* up, float* out, long long count,
                                   float limit) {

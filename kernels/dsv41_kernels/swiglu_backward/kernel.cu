@@ -1,10 +1,6 @@
 // The gradient of swiglu, one thread a number: dgate = g u silu'(a), du = g silu(a), 0 where the
 // clamp cuts. Contract: dsv41.train.ops.swiglu_backward. Bytes: 20 per element.
-
-__device__ float sigmoid(float x) {
-  float decay = expf(-fabsf(x));
-  return (x >= 0.f ? 1.f : decay) / (1.f + decay);
-}
+#include "../scalar.cuh"
 
 extern "C" __global__ void swiglu_backward(const float* dy, const float* gate, const float* up,
                                            float* dgate, float* dup, long long count, float limit) {
