@@ -29,11 +29,11 @@ def main(argv=None):
     arguments = _parser().parse_args(argv)
     try:
         return arguments.run(arguments) or 0
+    except BrokenPipeError:  # whoever read the output has read enough
+        return 0
     except (ValueError, FloatingPointError, OSError, ImportError) as error:
         print(f"dsv41 {arguments.command}: {error}", file=sys.stderr)
         return 2
-    except BrokenPipeError:
-        return 0
 
 
 def _parser():

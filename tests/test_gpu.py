@@ -31,13 +31,8 @@ CLASSES = np.arange(CONFIG.vocab_size) % CONFIG.engram_compressed_vocab_size
 
 
 @pytest.fixture(scope="module")
-def like():
+def like(cupy):
     """An empty CuPy array to live next to."""
-    cupy = pytest.importorskip("cupy", reason="needs CuPy: pip install dsv41[cuda13]")
-    try:
-        cupy.cuda.runtime.getDeviceCount()
-    except cupy.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"needs a CUDA device: {error}")
     return cupy.zeros(0, cupy.float32)
 
 

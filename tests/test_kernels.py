@@ -214,16 +214,6 @@ def test_every_kernel_folder_belongs_to_a_definition(path):
     assert (path.parent / "cupy_op.py").exists()
 
 
-@pytest.fixture
-def cupy():
-    found = pytest.importorskip("cupy", reason="needs CuPy: pip install dsv41[cuda13]")
-    try:
-        found.cuda.runtime.getDeviceCount()
-    except found.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"needs a CUDA device: {error}")
-    return found
-
-
 def on_both(cupy, op, *arguments):
     """-> the definition's result, and that of the kernel, as NumPy arrays."""
     assert find_kernel(op.__name__, "cupy") is not None

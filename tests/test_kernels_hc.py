@@ -46,16 +46,6 @@ NAMES = [
 ]
 
 
-@pytest.fixture
-def cupy():
-    found = pytest.importorskip("cupy", reason="needs CuPy: pip install dsv41[cuda13]")
-    try:
-        found.cuda.runtime.getDeviceCount()
-    except found.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"needs a CUDA device: {error}")
-    return found
-
-
 def on_gpu(cupy, op, given):
     """-> the kernel's results as a tuple of NumPy arrays."""
     moved = [cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in given]

@@ -72,16 +72,6 @@ def test_a_float64_oracle_token_by_token():
 # ---- on a GPU -------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cupy():
-    found = pytest.importorskip("cupy", reason="needs CuPy: pip install dsv41[cuda13]")
-    try:
-        found.cuda.runtime.getDeviceCount()
-    except found.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"needs a CUDA device: {error}")
-    return found
-
-
 def on_gpu(cupy, given, numerics, stored="float32", **settings):
     """-> the kernel's results as NumPy arrays, bf16 bits as float32."""
     given = list(given)

@@ -64,16 +64,6 @@ def moved(x, to):
 # ---- on a GPU -----------------------------------------------------------------------------------
 
 
-@pytest.fixture
-def cupy():
-    found = pytest.importorskip("cupy", reason="needs CuPy: pip install dsv41[cuda13]")
-    try:
-        found.cuda.runtime.getDeviceCount()
-    except found.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"needs a CUDA device: {error}")
-    return found
-
-
 def on_both(cupy, op, *arguments):
     """-> lists of the results of the definition and of the kernel, as NumPy arrays."""
     want, got = op.definition(*arguments), op(*(moved(a, cupy.asarray) for a in arguments))

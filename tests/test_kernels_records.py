@@ -106,16 +106,6 @@ def assert_same_values(name, got, want):
 # ---- on a CUDA device -----------------------------------------------------------------------
 
 
-@pytest.fixture
-def cupy():
-    found = pytest.importorskip("cupy", reason="needs CuPy: pip install dsv41[cuda13]")
-    try:
-        found.cuda.runtime.getDeviceCount()
-    except found.cuda.runtime.CUDARuntimeError as error:
-        pytest.skip(f"needs a CUDA device: {error}")
-    return found
-
-
 @pytest.mark.gpu
 @pytest.mark.parametrize("dtype", [np.float32, BF16], ids=["f32", "bf16"])
 @pytest.mark.parametrize(("fmt", "channels"), FORMATS + OTHERS, ids=lambda p: getattr(p, "name", p))

@@ -7,7 +7,6 @@ import pytest
 from compare import assert_close, assert_same
 from dsv41_kernels import launch, nvrtc
 from dsv41_kernels.sparse_attn.oracle import attention
-from test_kernels import cupy  # noqa: F401
 from test_kernels_sparse_attn import COUNTS, faked, moved
 from test_sparse_attn import rows_with
 
@@ -144,7 +143,7 @@ def assert_attention(name, got, want):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("near", [0, 1, 127, 128])
-def test_every_version_equals_float64(cupy, near):  # noqa: F811
+def test_every_version_equals_float64(cupy, near):
     arguments = inputs(near=[near] * len(COUNTS), far=COUNTS)
     want = exact(*arguments)
     for name, version in versions().items():
@@ -155,7 +154,7 @@ def test_every_version_equals_float64(cupy, near):  # noqa: F811
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths", [(1, 0), (63, 1), (65, 65), (128, 512), (0, 70)])
-def test_every_version_rounds_where_the_definition_does(cupy, widths):  # noqa: F811
+def test_every_version_rounds_where_the_definition_does(cupy, widths):
     near, far = widths
     arguments = inputs(near=[near, near // 2], far=[far, far // 2], widths=widths)
     want = rope_sparse_attn.definition(*arguments, OFFICIAL)
@@ -167,7 +166,7 @@ def test_every_version_rounds_where_the_definition_does(cupy, widths):  # noqa: 
 
 
 @pytest.mark.gpu
-def test_bits_do_not_depend_on_the_batch_or_on_the_run(cupy):  # noqa: F811
+def test_bits_do_not_depend_on_the_batch_or_on_the_run(cupy):
     arguments = moved(cupy, inputs(near=[128] * 200, far=[512] * 200))
     first = rope_sparse_attn(*arguments, OFFICIAL).get()
     for _ in range(100):
@@ -181,7 +180,7 @@ def test_bits_do_not_depend_on_the_batch_or_on_the_run(cupy):  # noqa: F811
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths", [(3, 0), (64, 64), (65, 100), (128, 512), (128, 640)])
-def test_v4_and_v5_have_the_same_bits(cupy, widths):  # noqa: F811
+def test_v4_and_v5_have_the_same_bits(cupy, widths):
     """Calls of few and of many tokens take different versions; a token must not notice."""
     near, far = widths
     arguments = moved(cupy, inputs((near, 0, near // 2), (far, far // 3, 0), 700, widths))
@@ -189,7 +188,7 @@ def test_v4_and_v5_have_the_same_bits(cupy, widths):  # noqa: F811
 
 
 @pytest.mark.gpu
-def test_every_code_and_scale_of_both_formats_is_read_exactly(cupy):  # noqa: F811
+def test_every_code_and_scale_of_both_formats_is_read_exactly(cupy):
     """One record a query and no sink: o is that record, rounded to bf16, with nothing to turn."""
     finite = np.array([c for c in range(256) if c % 128 != 127], np.uint8)
     window = np.resize(np.repeat(finite, 2), (128, 528)).astype(np.uint8)
@@ -212,7 +211,7 @@ def test_every_code_and_scale_of_both_formats_is_read_exactly(cupy):  # noqa: F8
 
 
 @pytest.mark.gpu
-def test_a_row_past_the_end_is_named_and_gives_nan_to_its_query_only(cupy):  # noqa: F811
+def test_a_row_past_the_end_is_named_and_gives_nan_to_its_query_only(cupy):
     from dsv41_kernels.errors import deferred_errors
 
     arguments = moved(cupy, inputs())
@@ -226,7 +225,7 @@ def test_a_row_past_the_end_is_named_and_gives_nan_to_its_query_only(cupy):  # n
 
 
 @pytest.mark.gpu
-def test_records_beyond_two_gigabytes(cupy):  # noqa: F811
+def test_records_beyond_two_gigabytes(cupy):
     q, positions, freqs, window, near, pool, far, sink = inputs()
     many = (1 << 31) // 288 + 1000
     large = cupy.zeros((many, 288), cupy.uint8)

@@ -5,7 +5,6 @@ import pytest
 from compare import assert_close, assert_same
 from dsv41_kernels.sparse_attn.oracle import attention
 from fake_cuda import FakeArray, on_device
-from test_kernels import cupy  # noqa: F401
 from test_sparse_attn import rows_with
 
 from dsv41.dispatch import find_kernel
@@ -32,7 +31,7 @@ def inputs(numerics=FLOAT32, heads=8, channels=64, near=(64, 0, 1), far=(65, 3, 
     return q, window, rows[0], pool, rows[1], sink, numerics
 
 
-def moved(cupy, arguments):  # noqa: F811
+def moved(cupy, arguments):
     return [cupy.asarray(a) if isinstance(a, np.ndarray) else a for a in arguments]
 
 
@@ -139,7 +138,7 @@ MANY = [(3, 64), (64, 32), (5, 512)]
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize("heads, channels", FEW + MANY)
-def test_forward_equals_float64(cupy, numerics, heads, channels):  # noqa: F811
+def test_forward_equals_float64(cupy, numerics, heads, channels):
     numerics = NUMERICS[numerics]
     arguments = inputs(numerics, heads, channels, [c % 100 for c in COUNTS], [0, 1, 63, 64, 65, 9])
     q, window, near_rows, pool, far_rows, sink, _ = arguments
@@ -157,7 +156,7 @@ def test_forward_equals_float64(cupy, numerics, heads, channels):  # noqa: F811
 @pytest.mark.gpu
 @pytest.mark.parametrize("heads", [3, 8])
 @pytest.mark.parametrize("width", [1, 63, 64, 65, 640])
-def test_every_count_of_rows(cupy, width, heads):  # noqa: F811
+def test_every_count_of_rows(cupy, width, heads):
     counts = [c for c in COUNTS if c <= width]
     arguments = inputs(heads=heads, near=counts, far=[0] * len(counts))
     arguments = (*arguments[:2], rows_with(counts, width, 599), *arguments[3:])
@@ -171,7 +170,7 @@ def test_every_count_of_rows(cupy, width, heads):  # noqa: F811
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", NUMERICS)
 @pytest.mark.parametrize("heads, channels", FEW)
-def test_backward_equals_float64(cupy, numerics, heads, channels):  # noqa: F811
+def test_backward_equals_float64(cupy, numerics, heads, channels):
     q, *reads, sink, numerics = inputs(NUMERICS[numerics], heads, channels)
     sink = np.where(np.isinf(sink), np.float32(-3), sink)  # a query without rows needs a sink
     do = np.random.default_rng(9).standard_normal(q.shape, np.float32)
@@ -191,7 +190,7 @@ def test_backward_equals_float64(cupy, numerics, heads, channels):  # noqa: F811
 
 
 @pytest.mark.gpu
-def test_many_readers_of_one_record_and_blocks_of_queries(cupy, monkeypatch):  # noqa: F811
+def test_many_readers_of_one_record_and_blocks_of_queries(cupy, monkeypatch):
     rng = np.random.default_rng(0)
     do, q = rng.standard_normal((2, 3000, 8, 64), np.float32)
     kv = rng.standard_normal((40, 64), np.float32)
@@ -209,7 +208,7 @@ def test_many_readers_of_one_record_and_blocks_of_queries(cupy, monkeypatch):  #
 
 
 @pytest.mark.gpu
-def test_bits_repeat_and_do_not_depend_on_the_batch(cupy):  # noqa: F811
+def test_bits_repeat_and_do_not_depend_on_the_batch(cupy):
     q, *reads, sink, _ = moved(cupy, inputs(near=[64] * 500, far=[65] * 500))
     do = cupy.asarray(np.random.default_rng(1).standard_normal(q.shape, np.float32))
     first = sparse_attn(q, *reads, sink, FLOAT32).get()
@@ -226,7 +225,7 @@ def test_bits_repeat_and_do_not_depend_on_the_batch(cupy):  # noqa: F811
 
 
 @pytest.mark.gpu
-def test_a_row_past_the_end_is_named_and_gives_nan_to_its_query_only(cupy):  # noqa: F811
+def test_a_row_past_the_end_is_named_and_gives_nan_to_its_query_only(cupy):
     from dsv41_kernels.errors import deferred_errors
 
     arguments = moved(cupy, inputs())

@@ -6,7 +6,6 @@ Run `make test-gpu`.
 
 import numpy as np
 import pytest
-from test_kernels import cupy  # noqa: F401, a fixture
 
 from dsv41.dispatch import find_kernel
 from dsv41.formats import round_bf16
@@ -80,7 +79,7 @@ def normal(rng, *shape):
 
 
 @pytest.mark.parametrize("shape", [(0, 64), (1, 1), (3, 31), (65, 32), (1000, 128), (70, 4, 96)])
-def test_rmsnorm_and_its_gradient(cupy, rng, shape):  # noqa: F811
+def test_rmsnorm_and_its_gradient(cupy, rng, shape):
     x, dy, weight = normal(rng, *shape), normal(rng, *shape), normal(rng, shape[-1])
     compare(cupy, rmsnorm, x, weight, 1e-20, FLOAT32)
     compare(cupy, rmsnorm, x, weight, 1e-20, OFFICIAL, most=2**-8)
@@ -91,7 +90,7 @@ def test_rmsnorm_and_its_gradient(cupy, rng, shape):  # noqa: F811
 @pytest.mark.parametrize(
     "fmt", [ACTIVATION_FP8, INDEX_FP4, MAIN_KV_FP4, WEIGHT_FP8, WEIGHT_FP4], ids=lambda f: f.name
 )
-def test_rounding_to_blocks_and_to_bf16(cupy, rng, fmt):  # noqa: F811
+def test_rounding_to_blocks_and_to_bf16(cupy, rng, fmt):
     """Every exponent, subnormals and zeros, ties: the bits of the definition."""
     x = normal(rng, 3000, 96) * np.exp2(rng.integers(-140, 100, (3000, 1))).astype(np.float32)
     x[:10] = 0
@@ -106,13 +105,13 @@ def test_rounding_to_blocks_and_to_bf16(cupy, rng, fmt):  # noqa: F811
 
 @pytest.mark.parametrize("shape", [(0, 2, 64), (1, 64), (65, 8, 64), (7, 33, 2, 16)])
 @pytest.mark.parametrize("inverse", [False, True])
-def test_rotate(cupy, rng, shape, inverse):  # noqa: F811
+def test_rotate(cupy, rng, shape, inverse):
     positions = rng.integers(0, 1_000_000, shape[0])
     compare(cupy, rotate, normal(rng, *shape), positions, normal(rng, 8) ** 2, inverse)
 
 
 @pytest.mark.parametrize("limit", [0, None, 0.7, 10.0])
-def test_swiglu_and_its_gradient(cupy, rng, limit):  # noqa: F811
+def test_swiglu_and_its_gradient(cupy, rng, limit):
     dy, gate, up = normal(rng, 3, 77, 64)
     compare(cupy, swiglu, 20 * gate, up, limit)
     compare(cupy, swiglu_backward, dy, gate, up, limit)
@@ -128,7 +127,7 @@ def router(rng, tokens, experts, width=32):
     ("tokens", "experts", "k"), [(0, 8, 2), (1, 4, 1), (300, 16, 2), (65, 384, 6)]
 )
 @pytest.mark.parametrize("normalize", [False, True])
-def test_route_and_its_gradient(cupy, rng, tokens, experts, k, normalize):  # noqa: F811
+def test_route_and_its_gradient(cupy, rng, tokens, experts, k, normalize):
     x, gate, is_image = router(rng, tokens, experts)
     rest = 1.5, normalize, FLOAT32
     compare(cupy, route, x, gate, is_image, k, *rest)
@@ -137,14 +136,14 @@ def test_route_and_its_gradient(cupy, rng, tokens, experts, k, normalize):  # no
     compare(cupy, route_backward, dweight, dscores, x, gate, chosen, *rest, most=1e-4)
 
 
-def test_equal_scores_go_to_the_lower_expert(cupy):  # noqa: F811
+def test_equal_scores_go_to_the_lower_expert(cupy):
     gate = {"weight": np.zeros((5, 4), np.float32), "bias": np.array([0, 1, -0.0, 1, 0], "f4")}
     compare(
         cupy, route, np.ones((3, 4), np.float32), gate, np.zeros(3, bool), 4, 1.5, True, FLOAT32
     )
 
 
-def test_balance_loss(cupy, rng):  # noqa: F811
+def test_balance_loss(cupy, rng):
     order = np.sort(rng.integers(0, 5, 300))
     chosen = np.argsort(rng.random((300, 16)), axis=1)[:, :2]
     compare(cupy, balance_loss, rng.random((300, 16)).astype(np.float32), chosen, order, 6)
@@ -152,7 +151,7 @@ def test_balance_loss(cupy, rng):  # noqa: F811
 
 @pytest.mark.parametrize("numerics", [FLOAT32, OFFICIAL], ids=["float32", "official"])
 @pytest.mark.parametrize("tokens", [1, 63, 300])
-def test_experts_and_their_gradients(cupy, rng, tokens, numerics):  # noqa: F811
+def test_experts_and_their_gradients(cupy, rng, tokens, numerics):
     def one():
         return {
             n: {"weight": 0.2 * normal(rng, *s)}
@@ -175,7 +174,7 @@ def arrays(rng):
     return [normal(rng, *shape) for shape in ((1,), (4096,), (4097,), (3, 5), (200, 100))]
 
 
-def test_lists_of_arrays(cupy, rng):  # noqa: F811
+def test_lists_of_arrays(cupy, rng):
     weights, m, v, grads = (arrays(rng) for _ in range(4))
     numbers = [0.9, 0.8, 1.0, 0.5, 0.0]
     compare(cupy, square_sums, weights)
