@@ -15,6 +15,7 @@ from dsv41.quant import FLOAT32, OFFICIAL
 from dsv41.sparse_attn import rope_sparse_attn
 
 FREQS = np.float32(10_000.0 ** -np.linspace(0, 1, 32))
+WIDTHS = [(1, 0), (63, 1), (65, 65), (128, 512), (0, 70)]
 SINKS = np.resize(np.float32([-np.inf, 0, 20, 0.5]), 64)
 
 
@@ -28,6 +29,11 @@ def inputs(near=(128, 0, 1), far=(512, 3, 0), records=600, widths=(128, 512)):
     rows = [rows_with(c, w, records - 1, w) for c, w in zip((near, far), widths, strict=True)]
     positions = np.arange(len(near)) * 100_003
     return q, positions, FREQS, window, rows[0], pool, rows[1], SINKS
+
+
+def few_rows(near, far):
+    """Two queries, one with these many rows of each kind and one with half of them."""
+    return inputs(near=[near, near // 2], far=[far, far // 2], widths=(near, far))
 
 
 def exact(q, positions, freqs, window, near_rows, pool, far_rows, sink):
@@ -116,6 +122,15 @@ def test_float32_numerics_go_to_the_plain_kernel(fake_cuda):
     assert [one[1:3] for one in fake_cuda] == [("plain", (3 * 64,))]
 
 
+@pytest.mark.parametrize("widths", WIDTHS)
+def test_arithmetic_without_the_rounding_points_is_told_apart(widths):
+    """What makes the bound of the same test on a GPU mean something."""
+    arguments = few_rows(*widths)
+    want = rope_sparse_attn.definition(*arguments, OFFICIAL)
+    unrounded = OFFICIAL.store(np.float32(exact(*arguments)))
+    assert np.mean(unrounded != want) > 4e-2
+
+
 # ---- on a GPU -------------------------------------------------------------------------------
 
 
@@ -153,14 +168,16 @@ def test_every_version_equals_float64(cupy, near):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("widths", [(1, 0), (63, 1), (65, 65), (128, 512), (0, 70)])
+@pytest.mark.parametrize("widths", WIDTHS)
 def test_every_version_rounds_where_the_definition_does(cupy, widths):
-    near, far = widths
-    arguments = inputs(near=[near, near // 2], far=[far, far // 2], widths=widths)
+    """An exponential that is off by one part in a million moves one of 300 outputs by a step of
+    bf16, since a weight near a tie flips; a rounding point left out moves one of 20 at least.
+    """
+    arguments = few_rows(*widths)
     want = rope_sparse_attn.definition(*arguments, OFFICIAL)
     for name, version in versions().items():
         got = version(*moved(cupy, arguments), OFFICIAL).get()
-        assert np.mean(got != want) < 2e-3, f"{name}: {np.mean(got != want):.2g} differ"
+        assert np.mean(got != want) < 1e-2, f"{name}: {np.mean(got != want):.2g} differ"
         step = np.abs(got - want).max() / np.abs(want).max()
         assert step < 2**-7, f"{name}: more than a rounding apart, {step:.2g} of the largest value"
 

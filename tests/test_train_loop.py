@@ -371,3 +371,15 @@ def test_a_checkpoint_of_another_config_is_no_start():
 def test_a_run_without_steps_is_refused():
     with pytest.raises(ValueError, match="steps: expected some"):
         Run(steps=0)
+
+
+def test_the_biases_speed_goes_from_one_end_to_the_other():
+    """A router that stops following its loads with the rate stays uneven."""
+    run = replace(RUN, steps=40, peak=1e-2, final=1e-4, warmup=4, decay_from=10, draft_steps=40)
+    run = replace(run, bias_speed=3e-3, bias_final=5e-4)
+    assert run.speed(4) == run.speed(9) == 3e-3
+    assert run.speed(39) < run.speed(25) < run.speed(11) < 3e-3
+    assert run.speed(39) == pytest.approx(5e-4, rel=0.05)
+    assert run.speed(79) == pytest.approx(5e-4, rel=0.05), "the drafter's phase has ends of its own"
+    assert replace(run, bias_final=3e-3).speed(39) == pytest.approx(3e-3), "constant, as released"
+    assert replace(run, bias_final=0.0).speed(0) >= 0

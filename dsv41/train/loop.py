@@ -97,7 +97,7 @@ class Trainer:
         clock.append(time.perf_counter())
         rate = self.run.rate(step)
         self.optimizer.step(grads, rate)
-        self._balance(info["load"], step, rate)
+        self._balance(info["load"], step)
         self.done += 1
         clock.append(time.perf_counter())
         record = {"step": step, **info["losses"], "norm": norm, "rate": rate}
@@ -193,13 +193,11 @@ class Trainer:
         ]
         return Documents(ids + (self.more(step) if self.more else []))
 
-    def _balance(self, load, step, rate):
+    def _balance(self, load, step):
         """Move the biases of the routers that chose, of the model's layers or the drafter's."""
-        run = self.run
-        part, peak = ("layers", run.peak) if step < run.steps else ("mtp", run.draft_peak)
+        part, speed = "layers" if step < self.run.steps else "mtp", self.run.speed(step)
         for layer, counts in load.items():
-            gate = self.params[part][layer]["ffn"]["gate"]
-            balance_bias(gate, counts, run.bias_speed * rate / peak)
+            balance_bias(self.params[part][layer]["ffn"]["gate"], counts, speed)
 
     def _weights(self, step):
         """What the forward pass reads at this step, and its numerics."""

@@ -41,7 +41,8 @@ class Run:
     quantised_from: int = 10**9  # first step with the quantisers on
     clip: float = 1.0
     balance: float = 1e-4
-    bias_speed: float = BIAS_SPEED  # of the routers' biases; falls with the learning rate
+    bias_speed: float = BIAS_SPEED  # of the routers' biases, at the peak of the learning rate
+    bias_final: float = BIAS_SPEED  # the same at its end; between them in proportion to the rate
     index: float = 1.0
     recall: int = 0  # samples of recall documents a step, besides the batch
     draft_steps: int = 0  # steps of the drafter, after all others
@@ -83,6 +84,13 @@ class Run:
         if step < self.steps:
             return self.schedule.lr(step)
         return self.draft_schedule.lr(step - self.steps)
+
+    def speed(self, step):
+        """How far the routers' biases move at a step: linear in the rate, by its two ends."""
+        schedule = self.schedule if step < self.steps else self.draft_schedule
+        fall = schedule.peak - schedule.final
+        share = (self.rate(step) - schedule.final) / fall if fall else 1.0
+        return max(0.0, self.bias_final + (self.bias_speed - self.bias_final) * share)
 
 
 def digest(documents):
