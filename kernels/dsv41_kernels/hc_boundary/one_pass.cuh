@@ -316,8 +316,8 @@ __device__ __forceinline__ void put_sums(const Sums& sums, float* table, float* 
   }
 }
 
-// A unit of the collapsed row, normalised: bf16 or float32 numbers, or codes and a scale. `norm` are
-// the weights of the lane's channels, in shared memory.
+// A unit of the collapsed row, normalised: bf16 or float32 numbers, or codes and a scale. `norm`
+// points to the weights of the lane's channels in shared memory.
 __device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const float (&root)[2],
                                          const Place& p, int c, const float* norm, void* x) {
   const float4* from = reinterpret_cast<const float4*>(norm);
@@ -454,8 +454,8 @@ __device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned 
 // ---- small launches ---------------------------------------------------------------------------
 
 // A block takes one half of 16 tokens, two warps one unit: one updates the streams and multiplies,
-// the other splits fn meanwhile. One more warp makes the coefficients. All that comes from memory is
-// asked for at the start; behind the wait there are only numbers that other blocks made.
+// the other splits fn meanwhile. One more warp makes the coefficients. All that comes from memory
+// is asked for at the start; behind the wait there are only numbers that other blocks made.
 // sums (tiles, HALVES, 16, SUMS), squares (tiles, HALVES, 16); counters (2, tiles) are zero.
 constexpr int THIN_WARPS = 2 * UNITS + 1;
 
