@@ -24,7 +24,7 @@ def cases(quick=False):
             functions = {"v2": scoring("scores_v2"), "v3": scoring("scores_v3")}
             if requests * seen < 1 << 20 and pool is None:
                 functions["cupy text"] = text.definition
-            yield from of(shape + name, arguments, work, functions)
+            yield from of(shape + name, arguments, work, functions, "fp8")
     yield from training(*((2, 128) if quick else (6, 4096)))
 
 
@@ -59,10 +59,11 @@ def at_once(name):
     return choose
 
 
-def of(shape, arguments, work, functions):
+def of(shape, arguments, work, functions, rate="fp16"):
     for name, function in functions.items():
         call = lambda f=function: f(*arguments)  # noqa: E731
-        yield Case(OP, name, shape, call, lambda c=call: check(arguments, c()), *work)
+        done = lambda c=call: check(arguments, c())  # noqa: E731
+        yield Case(OP, name, shape, call, done, *work, rate=rate)
 
 
 def check(arguments, got):

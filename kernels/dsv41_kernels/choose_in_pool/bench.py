@@ -33,6 +33,7 @@ def cases(quick=False):
                 check=lambda c=call, a=arguments: check(a, c()),
                 bytes=68 * listed + 8 * requests * (BUDGET + K),
                 flops=8192 * listed,
+                rate="fp8",
             )
 
 
