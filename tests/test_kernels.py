@@ -17,7 +17,7 @@ from dsv41_kernels import bench, errors, launch, nvrtc, overview, readme, timing
 from dsv41_kernels.arguments import cuda_array
 from fake_cuda import on_device
 
-from dsv41.dispatch import OPS, errors_at_end, find_kernel
+from dsv41.dispatch import OPS, choose_backend, errors_at_end, find_kernel
 from dsv41.mhc import sinkhorn
 from dsv41.train.mhc import sinkhorn_backward
 from dsv41.train.ops import segment_sums
@@ -194,6 +194,16 @@ def test_a_case_is_checked_before_it_is_timed(monkeypatch):
     with pytest.raises(AssertionError, match="off by one"):
         run_case(monkeypatch, replace(good, check=wrong))
     assert order == ["call"]
+
+
+def test_the_text_is_timed_without_kernels_in_its_parts(monkeypatch):
+    """The text of an operation calls others, which would find their kernels by themselves."""
+    seen = []
+    case = bench.Case("op", "v1", "n=1", lambda: seen.append(choose_backend()), lambda: 0.0, 1)
+    monkeypatch.setenv("DSV41_BACKEND", "cupy")
+    for version in ("v1", "torch", "cupy text"):
+        run_case(monkeypatch, replace(case, version=version))
+    assert seen == ["cupy", "cupy", "numpy"]
 
 
 def test_the_floor_of_fp8_products_is_that_of_fp8_products(monkeypatch):

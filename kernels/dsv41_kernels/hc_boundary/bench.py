@@ -87,7 +87,7 @@ def _case(tokens, version, call, results, given):
         check=lambda: error(given, results(), LIMIT if version in VERSIONS else 10 * LIMIT),
         bytes=2 * (2 * STREAMS + 2) * WIDTH * tokens + 4 * MIX * STREAMS * WIDTH,
         flops=2 * MIX * STREAMS * WIDTH * tokens,
-        target_us=TARGETS.get(tokens) if version == "v4" else None,
+        target_us=TARGETS.get(tokens) if version in VERSIONS else None,
     )
 
 
