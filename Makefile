@@ -5,7 +5,7 @@ RUN := $(VENV)/bin/python
 STAMP := $(VENV)/.installed
 LIGHT := $(VENV)/.light
 
-.PHONY: demo test test-gpu lint bench figures notebooks notebooks-check clean
+.PHONY: demo test test-gpu sanitize lint bench figures notebooks notebooks-check clean
 
 demo: $(LIGHT)
 	OPENBLAS_NUM_THREADS=1 $(RUN) -m dsv41 demo
@@ -15,6 +15,10 @@ test: $(STAMP) lint
 
 test-gpu:
 	PYTHONPATH=.:kernels $(PYTHON) -m pytest -q -m gpu tests
+
+# on a CUDA machine with the toolkit: make sanitize, or make sanitize OPS="hc_boundary model"
+sanitize:
+	PYTHONPATH=.:kernels $(PYTHON) -m dsv41_kernels.sanitize $(OPS)
 
 lint: $(STAMP)
 	$(VENV)/bin/ruff check .

@@ -5,6 +5,7 @@ import json
 import re
 import shutil
 import subprocess
+import sys
 from contextlib import nullcontext
 from dataclasses import replace
 from pathlib import Path
@@ -16,7 +17,7 @@ from dsv41_kernels import bench, errors, launch, nvrtc, overview, readme, timing
 from dsv41_kernels.arguments import cuda_array
 from fake_cuda import on_device
 
-from dsv41.dispatch import OPS, errors_at_end, find_kernel
+from dsv41.dispatch import OPS, choose_backend, errors_at_end, find_kernel
 from dsv41.mhc import sinkhorn
 from dsv41.train.mhc import sinkhorn_backward
 from dsv41.train.ops import segment_sums
@@ -169,7 +170,7 @@ def test_arguments_of_another_gpu_are_refused(fake_cuda, monkeypatch):
 class FakeTimer:
     """1 microsecond hot, 2 cold, on a machine that copies 1000 GB/s."""
 
-    copy_gbps, matrix_tflops = 1000.0, 500.0
+    copy_gbps, matrix_tflops, fp8_tflops, fp8_source = 1000.0, 500.0, 800.0, "a product"
 
     def measure(self, call):
         call()
@@ -193,6 +194,34 @@ def test_a_case_is_checked_before_it_is_timed(monkeypatch):
     with pytest.raises(AssertionError, match="off by one"):
         run_case(monkeypatch, replace(good, check=wrong))
     assert order == ["call"]
+
+
+def test_the_text_is_timed_without_kernels_in_its_parts(monkeypatch):
+    """The text of an operation calls others, which would find their kernels by themselves."""
+    seen = []
+    case = bench.Case("op", "v1", "n=1", lambda: seen.append(choose_backend()), lambda: 0.0, 1)
+    monkeypatch.setenv("DSV41_BACKEND", "cupy")
+    for version in ("v1", "torch", "cupy text"):
+        run_case(monkeypatch, replace(case, version=version))
+    assert seen == ["cupy", "cupy", "numpy"]
+
+
+def test_the_floor_of_fp8_products_is_that_of_fp8_products(monkeypatch):
+    case = bench.Case("op", "v1", "n=1", lambda: None, lambda: 0.0, 10**6, 10**9, rate="fp8")
+    record = run_case(monkeypatch, case)
+    assert (record["floor_us"], record["rate"], record["rate_from"]) == (1.25, "fp8", "a product")
+    assert "500 TFLOP/s fp8" in bench.line(record)
+    plain = run_case(monkeypatch, replace(case, flops=0))
+    assert (plain["bound"], plain["rate"], plain["rate_from"]) == ("memory", None, None)
+    with pytest.raises(ValueError, match="rate: expected fp16 or fp8, got 'int8'"):
+        bench.floor_us(replace(case, rate="int8"), FakeTimer())
+
+
+def test_without_pytorch_fp8_counts_as_twice_float16(monkeypatch):
+    monkeypatch.setitem(sys.modules, "torch", None)
+    timer = object.__new__(timing.Timer)
+    timer.matrix_tflops = 700.0
+    assert (timer.fp8_tflops, timer.fp8_source) == (1400.0, "2 x fp16")
 
 
 def run_case(monkeypatch, case):

@@ -557,7 +557,7 @@ from importlib.metadata import version as installed
 from dsv41_kernels import nvrtc
 
 block = {"boundary": 256, "enter": 256, "normalise": 256, "thin": 32 * 6}
-block["wide"] = 32 * constant("WIDE_WARPS")
+block["wide"] = 32 * constant("WARPS")
 if nvrtc.available():
     arch, macros = builds("hc_boundary")[0]
     for k in nvrtc.usage("hc_boundary", arch, macros):

@@ -4,9 +4,9 @@
 
 Every case is validated before it is timed (a fast wrong kernel has no speed), then measured hot and
 cold as timing.py says. Columns: the error in the case's own measure; microseconds, cold and hot;
-GB/s of the least bytes that must move, or TFLOP/s where arithmetic is the limit; the share of the
-floor that the cold time reaches; the time to beat. <op>/bench.py yields the cases, among them plain
-CuPy (the NumPy text on CuPy arrays) and PyTorch where it is installed.
+GB/s of the least bytes that must move, or TFLOP/s where arithmetic is the limit, and in which
+numbers; the share of the floor that the cold time reaches; the time to beat. <op>/bench.py yields
+the cases, among them plain CuPy (the NumPy text on CuPy arrays) and PyTorch where it is installed.
 """
 
 import argparse
@@ -17,9 +17,12 @@ import shlex
 import sys
 import traceback
 from collections.abc import Callable
+from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
 from pathlib import Path
+
+from dsv41.dispatch import use
 
 from .errors import deferred_errors
 from .launch import HERE
@@ -37,6 +40,7 @@ class Case:
     bytes: int  # least bytes through device memory
     flops: int = 0
     target_us: float | None = None  # the time to beat
+    rate: str = "fp16"  # "fp8" where all factors are E4M3 numbers: the rate of its products counts
 
 
 def operations():
@@ -53,9 +57,10 @@ def cases(op, quick=False):
 
 def run(case, timer):
     """Validate and time a case -> a record for the table and the JSON file."""
-    error = float(case.check())
-    with deferred_errors():
-        hot, cold, how = timer.measure(case.call)
+    with plain(case):
+        error = float(case.check())
+        with deferred_errors():
+            hot, cold, how = timer.measure(case.call)
     floor, bound = floor_us(case, timer)
     return {
         "op": case.op,
@@ -66,6 +71,8 @@ def run(case, timer):
         "flops": case.flops,
         "floor_us": round(floor, 3),
         "bound": bound,
+        "rate": case.rate if case.flops else None,
+        "rate_from": timer.fp8_source if case.flops and case.rate == "fp8" else None,
         "cold_us": asdict(cold),
         "hot_us": asdict(hot),
         "launched_as": how,
@@ -78,29 +85,41 @@ def run(case, timer):
     }
 
 
+def plain(case):
+    """Where a case is the NumPy text, no part of that text may be one of our kernels."""
+    return use("numpy") if case.version == "cupy text" else nullcontext()
+
+
 def floor_us(case, timer):
     """-> microseconds that memory or the tensor cores need at least, and which of the two."""
     memory = case.bytes / timer.copy_gbps / 1e3
-    math = case.flops / timer.matrix_tflops / 1e6 if case.flops else 0.0
+    math = case.flops / _matrix_rate(case, timer) / 1e6 if case.flops else 0.0
     return (memory, "memory") if memory >= math else (math, "math")
+
+
+def _matrix_rate(case, timer):
+    """TFLOP/s of products of the case's numbers."""
+    if case.rate not in ("fp16", "fp8"):
+        raise ValueError(f"rate: expected fp16 or fp8, got {case.rate!r}")
+    return timer.fp8_tflops if case.rate == "fp8" else timer.matrix_tflops
 
 
 HEADING = (
     f"{'op':<18}{'version':<12}{'shape':<34}{'error':>9}{'cold us':>10}{'p10':>9}{'p90':>9}"
-    f"{'hot us':>10}{'rate':>14}{'floor us':>10}{'share':>7}{'to beat':>9}{'MHz':>6}"
+    f"{'hot us':>10}{'rate':>18}{'floor us':>10}{'share':>7}{'to beat':>9}{'MHz':>6}"
 )
 
 
 def line(r):
     """One row of the table."""
     memory = r["bound"] == "memory"
-    rate = f"{r['gbps']:,.0f} GB/s" if memory else f"{r['tflops']:,.0f} TFLOP/s"
+    rate = f"{r['gbps']:,.0f} GB/s" if memory else f"{r['tflops']:,.0f} TFLOP/s {r['rate']}"
     target = "" if r["target_us"] is None else f"{r['target_us']:,.1f}"
     cold, hot = r["cold_us"], r["hot_us"]
     return (
         f"{r['op']:<18}{r['version']:<12}{r['shape']:<34}{r['error']:>9.1e}"
         f"{cold['median']:>10,.1f}{cold['p10']:>9,.1f}{cold['p90']:>9,.1f}{hot['median']:>10,.1f}"
-        f"{rate:>14}{r['floor_us']:>10,.1f}{r['share']:>7.1%}{target:>9}{r['sm_mhz']:>6}"
+        f"{rate:>18}{r['floor_us']:>10,.1f}{r['share']:>7.1%}{target:>9}{r['sm_mhz']:>6}"
         + ("" if r["launched_as"] == "graph" else "  (no graph)")
     )
 

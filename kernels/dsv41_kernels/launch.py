@@ -19,6 +19,7 @@ from pathlib import Path
 THREADS = 256
 HERE = Path(__file__).parent
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel gets without asking
+used = set()  # (op, name) of all kernels that this process has asked for
 
 _INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 _BUILD = re.compile(r"^//[ \t]*build:[ \t]*(.*)$", re.MULTILINE)
@@ -74,6 +75,7 @@ def kernel(op, name, shared=0, arch=None, **macros):
 
     `shared` is the most dynamic shared memory that a launch will ask for, in bytes.
     """
+    used.add((op, name))
     found = module(op, arch, **macros).get_function(name)
     if shared > STATIC_SHARED:
         found.max_dynamic_shared_size_bytes = shared

@@ -1,8 +1,8 @@
 """What is available on this machine? `python -m dsv41 kernels`
 
 Every @op definition with its module and the kernels that exist for it. On a CUDA machine each
-kernel is then checked against its definition on a small shape and timed quickly; the figures come
-from `python -m dsv41_kernels.bench`.
+kernel is then checked against its definition on a small shape and timed quickly, and the launches
+of a tiny model's step are counted; the figures come from `python -m dsv41_kernels.bench`.
 """
 
 import importlib
@@ -52,6 +52,10 @@ def report(out=print):
         out(f"\nno kernel runs here: {reason}")
         return 0
     from .bench import bench, operations
+    from .launches import report as launches
 
     out("")
-    return bench(operations(), quick=True, out=out)[1]
+    failed = bench(operations(), quick=True, out=out)[1]
+    out("")
+    launches(out=out)
+    return failed

@@ -80,3 +80,14 @@ __device__ inline u32 prmt(u32 a, u32 selectors) {
   asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(out) : "r"(a), "r"(selectors));
   return out;
 }
+
+// Adds to a number in memory behind all that this thread has written, and seen written: whoever
+// then reads the number by load_acquire sees that too.
+__device__ inline void add_release(u32* at, u32 more) {
+  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(more) : "memory");
+}
+__device__ inline u32 load_acquire(const u32* at) {
+  u32 out;
+  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(out) : "l"(at) : "memory");
+  return out;
+}

@@ -7,7 +7,9 @@ would. Both are medians with the 10th and 90th percentile. A call that cannot be
 it waits for the GPU or takes memory from the driver, is launched directly and says so.
 
 The floor is max(bytes / copy bandwidth, flops / matrix rate), both measured on this GPU now: a copy
-of 1 GB counts 2 GB moved, a matrix product of float16 with 8,192 rows counts 2 * 8192^3.
+of 1 GB counts 2 GB moved, a matrix product of float16 with 8,192 rows counts 2 * 8192^3. CuPy has
+no product of FP8 numbers; PyTorch's is measured where it is installed, and elsewhere twice the rate
+of float16 stands in, as in the data sheet of the H200 (1,979 and 989.5 TFLOP/s, dense).
 """
 
 import functools
@@ -126,6 +128,38 @@ class Timer:
             self.cupy.matmul(a, a, out=out)
             times = [self._time(lambda: self.cupy.matmul(a, a, out=out)) for _ in range(5)]
         return round(2 * PRODUCT_ROWS**3 / spread(times).median / 1e6, 1)
+
+    @functools.cached_property
+    def fp8_tflops(self):
+        """TFLOP/s of the same product of E4M3 numbers."""
+        product = fp8_product(PRODUCT_ROWS)
+        if product is None:
+            return 2 * self.matrix_tflops
+        with current(self.stream):
+            product()
+            times = [self._time(product) for _ in range(5)]
+        return round(2 * PRODUCT_ROWS**3 / spread(times).median / 1e6, 1)
+
+    @functools.cached_property
+    def fp8_source(self):
+        """Where fp8_tflops comes from."""
+        return "2 x fp16" if fp8_product(16) is None else "torch._scaled_mm"
+
+
+def fp8_product(rows):
+    """-> a function that multiplies two square E4M3 matrices, None without a PyTorch that can."""
+    try:
+        import torch
+
+        a = torch.ones((rows, rows), device="cuda").to(torch.float8_e4m3fn)
+        one = torch.ones((), device="cuda")
+        known = {"scale_a": one, "scale_b": one, "out_dtype": torch.bfloat16}
+        product = functools.partial(torch._scaled_mm, a, a.t(), use_fast_accum=True, **known)
+        product()
+    except (ImportError, AttributeError, AssertionError, RuntimeError, TypeError):
+        return None  # not installed, not for CUDA, too old, or not for this GPU
+    torch.cuda.synchronize()
+    return product
 
 
 @contextmanager

@@ -1,5 +1,7 @@
 """The best 2,048 blocks of 8: the candidate pool that one source publishes."""
 
+import importlib.util
+
 import cupy
 import numpy as np
 
@@ -17,9 +19,7 @@ SHAPES = [(1, 1 << 20), (32, 1 << 20)]
 def cases(quick=False):
     for rows, count in [(2, 1 << 18)] if quick else SHAPES:
         scores, visible = float_rows(rows, count), cupy.full(rows, count - 3, np.int64)
-        for name, function in (("v2", candidate_blocks), ("cupy text", text.definition)):
-            if name == "cupy text" and rows > 2:
-                continue
+        for name, function in functions():
             call = lambda f=function, s=scores, v=visible: f(s, v, SIZE, BUDGET)  # noqa: E731
             yield Case(
                 op=OP,
@@ -29,6 +29,22 @@ def cases(quick=False):
                 check=lambda c=call, s=scores, v=visible: check(s, v, c()),
                 bytes=scores.nbytes + 8 * rows * BUDGET,
             )
+
+
+def functions():
+    """(version, function): ours, the text, and PyTorch where it is installed."""
+    yield "v2", candidate_blocks
+    yield "cupy text", text.definition
+    if importlib.util.find_spec("torch"):
+        import torch
+
+        from .. import torch_indexing as peer
+
+        def in_torch(scores, visible, size, budget):
+            tensors = torch.from_dlpack(scores), torch.from_dlpack(visible)
+            return peer.back(peer.blocks(*tensors, size, budget))
+
+        yield "torch", in_torch
 
 
 def check(scores, visible, blocks):

@@ -1,5 +1,7 @@
 """Score and select: a decode step over paged keys, and the packed documents of a training step."""
 
+import importlib.util
+
 import numpy as np
 
 from dsv41.quant import FLOAT32, OFFICIAL
@@ -7,7 +9,14 @@ from dsv41.selection import choose_anywhere as text
 
 from ..bench import Case
 from ..indexing import macros
-from ..indexing_bench import decode_entries, float_rows, packed_documents, packed_keys, queries
+from ..indexing_bench import (
+    check_values,
+    decode_entries,
+    float_rows,
+    packed_documents,
+    packed_keys,
+    queries,
+)
 from .cupy_op import choose_anywhere, choose_at_once, choose_from_scores
 
 OP = "choose_anywhere"
@@ -24,8 +33,35 @@ def cases(quick=False):
             functions = {"v2": scoring("scores_v2"), "v3": scoring("scores_v3")}
             if requests * seen < 1 << 20 and pool is None:
                 functions["cupy text"] = text.definition
-            yield from of(shape + name, arguments, work, functions)
+            yield from of(shape + name, arguments, work, functions, "fp8")
+            if pool is None and importlib.util.find_spec("torch"):
+                yield in_torch(shape, arguments, work)
     yield from training(*((2, 128) if quick else (6, 4096)))
+
+
+def in_torch(shape, arguments, work):
+    """Scores of all keys and the best of them by PyTorch."""
+    from .. import torch_indexing as peer
+
+    q, w, entries, k, *_ = arguments
+    keys = requests_keys(entries)
+    tensors = peer.bf16(q), peer.bf16(w), peer.unpacked(keys)
+    call = lambda: peer.back(peer.topk(peer.scores(*tensors), k))  # noqa: E731
+
+    def done():
+        chosen, last = call(), len(q) - 1
+        pick = lambda t: (q[t : t + 1], w[t : t + 1], keys[t], chosen[t])  # noqa: E731
+        return max(check_values(*pick(t)) for t in {0, last})
+
+    return Case(OP, "torch", shape, call, done, *work, rate="fp8")
+
+
+def requests_keys(entries):
+    """Key records (R, N, Z) of every request, out of their pages."""
+    rows = entries.pages[:, :, None] * entries.per_page + np.arange(
+        entries.per_page, like=entries.pages
+    )
+    return entries.keys[rows.reshape(len(rows), -1)][:, : int(entries.reach.max())]
 
 
 def training(documents, length):
@@ -59,10 +95,11 @@ def at_once(name):
     return choose
 
 
-def of(shape, arguments, work, functions):
+def of(shape, arguments, work, functions, rate="fp16"):
     for name, function in functions.items():
         call = lambda f=function: f(*arguments)  # noqa: E731
-        yield Case(OP, name, shape, call, lambda c=call: check(arguments, c()), *work)
+        done = lambda c=call: check(arguments, c())  # noqa: E731
+        yield Case(OP, name, shape, call, done, *work, rate=rate)
 
 
 def check(arguments, got):

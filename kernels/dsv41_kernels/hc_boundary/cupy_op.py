@@ -17,7 +17,7 @@ from ..launch import grid, kernel
 
 PIECE, SUMS, TOKENS = 512, 32, 16  # of hc_coefficients/kernel.cu
 ROWS, THREADS = 4, 256  # of kernel.cu
-GROUP, RING, WARPS, WIDE_WARPS = 64, 5, 8, 12  # of one_pass.cuh
+GROUP, RING, WARPS = 64, 4, 8  # of one_pass.cuh
 UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory
 VERSIONS = ("v1", "v2", "v3", "v4")
 NAMES = ("streams", "y", "pre", "post", "comb", "fn", "base", "scale", "norm")
@@ -172,7 +172,7 @@ def _thin(arguments, tokens, count, halves, config, macros):
     tiles = -(-tokens // 16)
     sums = cupy.empty((tiles, halves, 16, SUMS), cupy.float32)
     squares = cupy.empty((tiles, halves, 16), cupy.float32)
-    shared = count * UNIT_BYTES + 4 * (count * 16 * (SUMS + 1 + 4 * 8) + 16)
+    shared = count * UNIT_BYTES + 4 * (count * (16 * (SUMS + 1 + 4 * 8) + 32) + 16)
     arguments = (*arguments, sums, squares, counters(tiles), np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "thin", shared=shared, **macros)
     return run, (tiles * halves,), (32 * (2 * count + 1),), arguments, shared
@@ -184,11 +184,11 @@ def _wide(arguments, tokens, count, halves, config, macros):
     sums = cupy.empty((teams, RING, halves, GROUP, SUMS), cupy.float32)
     squares = cupy.empty((teams, RING, halves, GROUP), cupy.float32)
     collapsed = cupy.empty((teams * slices, 2, WARPS, count, 2, 32, 4), cupy.uint32)
-    shared = 2 * count * UNIT_BYTES + 4 * (2 * GROUP + 4 * 16 + WARPS * 4 * 16 * 8 + 4)
+    shared = 2 * count * UNIT_BYTES + 4 * (WARPS * (4 * 16 * 8 + 16) + 2 * count * 32)
     scratch = sums, squares, collapsed, counters(groups)
     arguments = (*arguments, *scratch, np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "wide", shared=shared, **macros)
-    return run, (teams * slices,), (32 * WIDE_WARPS,), arguments, shared
+    return run, (teams * slices,), (32 * WARPS,), arguments, shared
 
 
 _VERSIONS = dict(zip(VERSIONS, (_v1, _v2, _v3, _v4), strict=True))

@@ -16,6 +16,7 @@
 // v1 launches hc_update, hc_coefficients and hc_collapse, then `normalise` here.
 // build: sm_90a S=4 ROUND=1 BF16_STORED=1 UNITS=5 HALVES=32 FP8=1
 // build: sm_90a S=4 ROUND=1 BF16_STORED=0 UNITS=5 HALVES=32
+// build: sm_90a S=4 ROUND=1 BF16_STORED=1 UNITS=5 HALVES=32
 // build: S=4 ROUND=0 BF16_STORED=0
 #include "../mhc.cuh"
 

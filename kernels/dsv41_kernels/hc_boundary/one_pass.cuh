@@ -13,7 +13,8 @@
 //
 // The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, one block a
 // half and 16 tokens) and in a large one (`wide`, one block a slice of two halves, walking over
-// groups of 64 tokens). Blocks wait for one another, so a launch never has more than fit at once.
+// groups of 64 tokens). Blocks wait for one another, so a launch never has more of them than there
+// are SMs, an SM takes any of them, and whoever waits too long stops the launch with an error.
 //
 // Bytes a token, bf16: 20 D through memory; 108 * HALVES of sums and 4 D of the collapsed row stay in
 // L2. fn, 384 D bytes, is read for every 16 tokens (thin) or once a launch and team (wide), where v3
@@ -27,9 +28,8 @@ constexpr int PARTS = 3;   // bf16 summands of a number of fn
 constexpr int TILES = 3;   // MIX = 24 outputs in tiles of 8
 constexpr int GROUP = 64;  // tokens of a wide block's round
 constexpr bool AHEAD = BF16_STORED;  // registers are enough to load the next unit during this one
-constexpr int RING = 5;    // rounds whose sums may be in use at once
-constexpr int WARPS = 8;   // of a wide block that take units: 4 token tiles x 2 halves
-constexpr int WIDE_WARPS = 12;  // and 4 that finish tokens; registers are moved between groups of 4
+constexpr int RING = 4;    // rounds whose sums may be in use at once
+constexpr int WARPS = 8;   // of a wide block: 4 token tiles x 2 halves
 
 __device__ __forceinline__ float reciprocal_root(float square, float eps) {
   return 1.f / sqrtf(square / WIDTH + eps);
@@ -316,11 +316,12 @@ __device__ __forceinline__ void put_sums(const Sums& sums, float* table, float* 
   }
 }
 
-// A unit of the collapsed row, normalised: bf16 or float32 numbers, or codes and a scale.
+// A unit of the collapsed row, normalised: bf16 or float32 numbers, or codes and a scale. `norm`
+// points to the weights of the lane's channels in shared memory.
 __device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const float (&root)[2],
                                          const Place& p, int c, const float* norm, void* x) {
-  const float4* from = reinterpret_cast<const float4*>(norm + c);
-  float4 a = __ldg(from), b = __ldg(from + 1);
+  const float4* from = reinterpret_cast<const float4*>(norm);
+  float4 a = from[0], b = from[1];
   float weight[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
@@ -368,15 +369,24 @@ __device__ __forceinline__ float ordered_sum(const float* at, int stride) {
   return total;
 }
 
+// The lane's number of base and its set's scale. Read at the start: behind the wait for the sums it
+// would cost a trip to memory.
+struct Affine {
+  float scale = 0.f, base = 0.f;
+  __device__ __forceinline__ Affine(const float* all_scales, const float* all_bases) {
+    int m = threadIdx.x % 32;
+    if (m < MIX) scale = all_scales[m < 2 * S ? m / S : 2], base = all_bases[m];
+  }
+};
+
 // One token, a lane a number: pre and post leave at once; the softmax rows of comb, plus eps, wait
 // in `matrix` (S * S) for the thread that scales them.
-__device__ __forceinline__ void mix_token(float total, long long t, const float* base,
-                                          const float* scale, float* pre, float* post,
-                                          float* matrix,
+__device__ __forceinline__ void mix_token(float total, long long t, const Affine& affine,
+                                          float* pre, float* post, float* matrix,
                                           float norm_eps, float eps) {
-  int m = threadIdx.x % 32, set = m < 2 * S ? m / S : 2;
+  int m = threadIdx.x % 32;
   float rms = sqrtf(__shfl_sync(~0u, total, MIX) / (S * WIDTH) + norm_eps);
-  float z = m < MIX ? total / rms * scale[set] + base[m] : 0.f, gate = sigmoid(z);
+  float z = m < MIX ? total / rms * affine.scale + affine.base : 0.f, gate = sigmoid(z);
   float top = fmaxf(z, __shfl_xor_sync(~0u, z, 1));
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 2));
   float e = expf(z - top), sum = e + __shfl_xor_sync(~0u, e, 1);
@@ -399,28 +409,44 @@ __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, i
   for (int i = 0; i < S * S; ++i) comb[i] = row[i / S] * k[i / S][i % S] * column[i % S];
 }
 
+// Both for one token, by a warp: `at` is its first half's sums, from half to half in steps of
+// `stride` floats.
+template <int batch>
+__device__ __forceinline__ void finish_token(const float* at, int stride, long long t,
+                                             const Affine& affine, float* pre, float* post,
+                                             float* comb, float* matrix, int iterations,
+                                             float norm_eps, float eps) {
+  float total = ordered_sum<batch>(at + threadIdx.x % 32, stride);
+  mix_token(total, t, affine, pre, post, matrix, norm_eps, eps);
+  __syncwarp();
+  if (threadIdx.x % 32 == 0) scale_matrix(matrix, comb + t * S * S, iterations, eps);
+  __syncwarp();
+}
+
 // ---- arrival of blocks ------------------------------------------------------------------------
 
 // Counts the calling warp, whose writes are visible to whoever sees the count.
 __device__ __forceinline__ void arrive(unsigned* count) {
   __syncwarp();
-  if (threadIdx.x % 32 == 0) {
-    __threadfence();
-    atomicAdd(count, 1u);
-  }
+  if (threadIdx.x % 32 == 0) add_release(count, 1);
 }
 
-__device__ __forceinline__ void await(unsigned* count, unsigned all) {
-  if (threadIdx.x % 32 == 0) {
-    while (*reinterpret_cast<volatile unsigned*>(count) < all) __nanosleep(20);
-    __threadfence();
-  }
+// trap: a block that never starts would be waited for for ever; some seconds are enough for all
+// that run, and an error says more than a GPU that does not come back.
+constexpr unsigned PATIENCE = 1u << 24;
+
+__device__ __forceinline__ void await(const unsigned* count, unsigned all) {
+  if (threadIdx.x % 32 == 0)
+    for (unsigned looks = 0; load_acquire(count) < all; ++looks) {
+      if (looks == PATIENCE) __trap();
+      __nanosleep(20);
+    }
   __syncwarp();
 }
 
-// The last block that has waited puts both counters back to zero, for the next launch.
-__device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned blocks) {
-  if (threadIdx.x % 32 || atomicAdd(left, 1u) != blocks - 1) return;
+// The last warp that has waited puts both counters back to zero, for the next launch.
+__device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned all) {
+  if (threadIdx.x % 32 || atomicAdd(left, 1u) != all - 1) return;
   *count = 0;
   *left = 0;
 }
@@ -428,7 +454,8 @@ __device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned 
 // ---- small launches ---------------------------------------------------------------------------
 
 // A block takes one half of 16 tokens, two warps one unit: one updates the streams and multiplies,
-// the other splits fn meanwhile. One more warp makes the coefficients.
+// the other splits fn meanwhile. One more warp makes the coefficients. All that comes from memory
+// is asked for at the start; behind the wait there are only numbers that other blocks made.
 // sums (tiles, HALVES, 16, SUMS), squares (tiles, HALVES, 16); counters (2, tiles) are zero.
 constexpr int THIN_WARPS = 2 * UNITS + 1;
 
@@ -444,7 +471,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       reinterpret_cast<float(*)[16][SUMS]>(fragments + UNITS * UNIT_FRAGMENTS);  // [unit]
   float(*collapsed)[16] = reinterpret_cast<float(*)[16]>(tables + UNITS);
   float* copies = &collapsed[UNITS][0];  // [UNITS] of S * 16 * 8
-  float* matrix = copies + UNITS * S * 16 * 8;
+  float* weights_of_x = copies + UNITS * S * 16 * 8;  // [UNITS * 32]
+  float* matrix = weights_of_x + UNITS * 32;
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
   int half = blockIdx.x % HALVES, tile = blockIdx.x / HALVES, tiles = gridDim.x / HALVES;
   long long first = tile * 16ll;
@@ -452,6 +480,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   int start = (half * UNITS + warp % UNITS) * 32, c = start + lane % 4 * 8;
   uint4* own = fragments + warp % UNITS * UNIT_FRAGMENTS;
   unsigned raw[2][4] = {};
+  Affine affine(scale, base);
   if (warp < UNITS) {
     Reads from;
     Inputs in;
@@ -468,6 +497,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     put_sums(total, &tables[warp][0][0], collapsed[warp]);
   } else {
     if (warp < 2 * UNITS) put_fn<1, 32>(fn, start, own, lane);
+    else
+      for (int i = lane; i < UNITS * 32; i += 32) weights_of_x[i] = norm[half * UNITS * 32 + i];
     __syncthreads();
   }
   __syncthreads();
@@ -490,49 +521,34 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   }
   __syncthreads();
   if (warp == 2 * UNITS) {
-    for (int t = half; t < 16 && first + t < tokens; t += HALVES) {
-      float total = ordered_sum<32>(slot + t * SUMS + lane, 16 * SUMS);
-      mix_token(total, first + t, base, scale, pre, post, matrix, norm_eps, eps);
-      __syncwarp();
-      if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
-      __syncwarp();
-    }
+    for (int t = half; t < 16 && first + t < tokens; t += HALVES)
+      finish_token<32>(slot + t * SUMS, 16 * SUMS, first + t, affine, pre, post, comb, matrix,
+                       iterations, norm_eps, eps);
   } else if (warp < UNITS) {
     float root[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
       root[r] = reciprocal_root(ordered_sum<32>(slot_squares + lane / 4 + 8 * r, 16), norm_eps);
-    put_unit(raw, root, p, c, norm, x);
+    put_unit(raw, root, p, c, weights_of_x + c - half * UNITS * 32, x);
   }
   if (warp == 0) leave(counters + tile, counters + tiles + tile, HALVES);
-}
-
-// trap: registers move inside the pool that the launch gave the block, 168 for each of 384 threads;
-// more would wait for ever.
-constexpr int UNIT_REGISTERS = BF16_STORED ? 216 : 224;
-constexpr int FINISH_REGISTERS = 168 * 3 - 2 * UNIT_REGISTERS;
-constexpr int BATCH = BF16_STORED ? 8 : 4;  // loads in flight of a finishing warp
-
-// A group of four warps gives registers back, or takes more: both are counts a thread.
-template <int count>
-__device__ __forceinline__ void give_registers() {
-  asm volatile("setmaxnreg.dec.sync.aligned.u32 %0;" ::"n"(count));
-}
-template <int count>
-__device__ __forceinline__ void take_registers() {
-  asm volatile("setmaxnreg.inc.sync.aligned.u32 %0;" ::"n"(count));
 }
 
 // ---- large launches ---------------------------------------------------------------------------
 
 // Block b keeps slice b % SLICES of fn and walks over token groups b / SLICES, + teams, ...; a warp
 // takes 16 tokens of a group and one half of the slice. Warps never wait inside a group: a warp
-// leaves its sums, goes on to the next group, and only then normalises the collapsed rows of the
-// last one, whose sums have long arrived. Four more warps turn sums into roots and coefficients.
+// leaves its sums, goes on to the next group, and only then finishes the last one, whose sums have
+// long arrived: it normalises its own collapsed rows and makes coefficients of some tokens.
+//
+// The eight warps may have 255 registers each. A ninth would leave 168 to all of them, and warps
+// that hand registers over wait for each other in a way that no emulation on a CPU can check.
 //
 // sums (teams, RING, HALVES, GROUP, SUMS), squares (teams, RING, HALVES, GROUP); collapsed
 // (blocks, 2, WARPS, UNITS, 2, 32) uint4: own rows of two rounds; counters (2, groups) are zero.
-extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS, 1)
+constexpr int BATCH = BF16_STORED ? 32 : 16;  // loads in flight of a finishing warp
+
+extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
 wide(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
      const float* comb_in, const float* fn, const float* base, const float* scale,
      const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, float* sums,
@@ -540,60 +556,32 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
      float norm_eps, float eps) {
   extern __shared__ uint4 memory[];
   uint4* fragments = memory;
-  float(*roots)[GROUP] =  // [round % 2]
-      reinterpret_cast<float(*)[GROUP]>(fragments + 2 * UNITS * UNIT_FRAGMENTS);
-  float* matrices = &roots[2][0];  // 4 of S * S
-  float* tables = matrices + 4 * S * S;  // [WARPS] of S * 16 * 8
-  volatile int* ready = reinterpret_cast<volatile int*>(tables + WARPS * S * 16 * 8);
+  float* tables = reinterpret_cast<float*>(fragments + 2 * UNITS * UNIT_FRAGMENTS);
+  float* weights_of_x = tables + WARPS * S * 16 * 8;  // behind [WARPS] of S * 16 * 8
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
+  float* matrix = weights_of_x + 2 * UNITS * 32 + warp * S * S;  // [WARPS] of S * S
   int slice = blockIdx.x % SLICES, team = blockIdx.x / SLICES, teams = gridDim.x / SLICES;
   int groups = (int)((tokens + GROUP - 1) / GROUP), rounds = (groups - team + teams - 1) / teams;
-  int tile = warp % 4, part = warp / 4 % 2, c = (slice * 2 + part) * UNITS * 32 + lane % 4 * 8;
+  int tile = warp % 4, part = warp / 4, start = slice * 2 * UNITS * 32;
+  int c = start + part * UNITS * 32 + lane % 4 * 8;
   auto place = [&](int round) {
     return Place((team + round * (long long)teams) * GROUP + tile * 16, tokens);
   };
+  auto slot = [&](int round) {  // in tokens: of half 0 of the group's sums
+    return (team * RING + round % RING) * (long long)(HALVES * GROUP);
+  };
   Rows rows = {tables + warp * S * 16 * 8};
   Mixing<const float> old = {pre_in, post_in, comb_in};
+  Affine affine(scale, base);
   Reads from;
   Inputs in;
-  if (warp < WARPS) {
-    from.begin(streams, y, place(0), c);
-    if (AHEAD) in.get(from, 0), in.get(from, 1);
-    rows.fetch(old, place(0));
-  }
-  put_fn<2 * UNITS, 32 * WIDE_WARPS>(fn, slice * 2 * UNITS * 32, fragments, threadIdx.x);
-  if (threadIdx.x < 4) ready[threadIdx.x] = 0;
+  from.begin(streams, y, place(0), c);
+  if (AHEAD) in.get(from, 0), in.get(from, 1);
+  rows.fetch(old, place(0));
+  put_fn<2 * UNITS, 32 * WARPS>(fn, start, fragments, threadIdx.x);
+  for (int i = threadIdx.x; i < 2 * UNITS * 32; i += 32 * WARPS) weights_of_x[i] = norm[start + i];
   __syncthreads();
 
-  if (warp >= WARPS) {
-    give_registers<FINISH_REGISTERS>();
-    int some = warp - WARPS;
-    float* matrix = matrices + some * S * S;
-    for (int round = 0; round < rounds; ++round) {
-      int group = team + round * teams;
-      long long first = group * (long long)GROUP;
-      long long slot = (team * RING + round % RING) * (long long)HALVES;
-      await(counters + group, SLICES * WARPS);
-      int t = some * 16 + lane % 16;
-      float square = ordered_sum<BATCH>(squares + slot * GROUP + t, GROUP);
-      if (lane < 16) roots[round % 2][t] = reciprocal_root(square, norm_eps);
-      __threadfence_block();
-      __syncwarp();
-      if (lane == 0) ready[some] = round + 1;
-      const float* from = sums + slot * GROUP * SUMS;
-      for (int t = slice + some * SLICES; t < GROUP && first + t < tokens; t += 4 * SLICES) {
-        float total = ordered_sum<BATCH>(from + t * SUMS + lane, GROUP * SUMS);
-        mix_token(total, first + t, base, scale, pre, post, matrix, norm_eps, eps);
-        __syncwarp();
-        if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
-        __syncwarp();
-      }
-      leave(counters + group, counters + groups + group, 4 * SLICES);
-    }
-    return;
-  }
-
-  take_registers<UNIT_REGISTERS>();
   unsigned zero = __float_as_uint(eps) >> 31;
   const uint4* own = fragments + part * UNITS * UNIT_FRAGMENTS;
   uint4* left = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
@@ -623,29 +611,37 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
           left[round % 2 * NEXT + (u * 2 + r) * 32] =
               make_uint4(raw[r][0], raw[r][1], raw[r][2], raw[r][3]);
       }
-      long long slot = (team * RING + round % RING) * (long long)HALVES + slice * 2 + part;
-      slot *= GROUP;
-      put_sums(total, sums + (slot + tile * 16) * SUMS, squares + slot + tile * 16);
+      long long at = slot(round) + (slice * 2 + part) * GROUP + tile * 16;
+      put_sums(total, sums + at * SUMS, squares + at);
       arrive(counters + team + round * teams);
       if (round + 1 < rounds) rows.fetch(old, place(round + 1));
     }
     if (round > 0) {
-      while (ready[tile] < round) __nanosleep(20);
-      __syncwarp();
-      __threadfence_block();
+      int last = round - 1, group = team + last * teams;
+      await(counters + group, SLICES * WARPS);
       float root[2];
 #pragma unroll
-      for (int r = 0; r < 2; ++r) root[r] = roots[(round - 1) % 2][tile * 16 + lane / 4 + 8 * r];
+      for (int r = 0; r < 2; ++r) {
+        const float* at = squares + slot(last) + tile * 16 + lane / 4 + 8 * r;
+        root[r] = reciprocal_root(ordered_sum<BATCH>(at, GROUP), norm_eps);
+      }
 #pragma unroll 1
       for (int u = 0; u < UNITS; ++u) {
         unsigned raw[2][4];
 #pragma unroll
         for (int r = 0; r < 2; ++r) {
-          uint4 four = left[(round - 1) % 2 * NEXT + (u * 2 + r) * 32];
+          uint4 four = left[last % 2 * NEXT + (u * 2 + r) * 32];
           raw[r][0] = four.x, raw[r][1] = four.y, raw[r][2] = four.z, raw[r][3] = four.w;
         }
-        put_unit(raw, root, place(round - 1), c + u * 32, norm, x);
+        put_unit(raw, root, place(last), c + u * 32, weights_of_x + c - start + u * 32, x);
       }
+      // slice by slice, and a block's share in turn by its lower and its upper warps
+      long long first = group * (long long)GROUP;
+      for (int t = slice + (warp + 4 * round) % WARPS * SLICES; t < GROUP && first + t < tokens;
+           t += WARPS * SLICES)
+        finish_token<BATCH>(sums + (slot(last) + t) * SUMS, GROUP * SUMS, first + t, affine, pre,
+                            post, comb, matrix, iterations, norm_eps, eps);
+      leave(counters + group, counters + groups + group, SLICES * WARPS);
     }
   }
 }

@@ -1,5 +1,7 @@
 """Index scores: decode, every request with keys of its own, and prefill, where all share them."""
 
+import importlib.util
+
 from dsv41.indexer import index_scores as text
 from dsv41.quant import OFFICIAL
 
@@ -7,7 +9,7 @@ from ..bench import Case
 from ..indexing_bench import FOUR_BIT, RECORD, check_scores, packed_keys, queries
 from .cupy_op import scores_v1, scores_v2, scores_v3, scores_v4
 
-OP = "index_scores"
+OP, TEXT_TOKENS = "index_scores", 512
 DECODE = [(32, 131_072, 100.0), (32, 524_288, 400.0), (1, 524_288, 15.0)]  # requests, keys, to beat
 
 
@@ -25,6 +27,8 @@ def decode(requests, count, target):
         q, w = queries(requests, numerics=numerics)
         for version in versions(q, w, keys, numerics, small=requests * count < 1 << 23):
             yield case(version, shape + name, q, w, keys, numerics, target)
+        if numerics is OFFICIAL:
+            yield from in_torch(shape, q, w, keys)
 
 
 def prefill(tokens, count, target):
@@ -32,6 +36,28 @@ def prefill(tokens, count, target):
     shape = f"prefill T={tokens}, {count} keys"
     for version in versions(q, w, keys, OFFICIAL, small=False):
         yield case(version, shape, q, w, keys, OFFICIAL, target)
+    yield from in_torch(shape, q, w, keys)
+    few = min(tokens, TEXT_TOKENS)  # the text keeps the products of all heads
+    q, w, shape = q[:few], w[:few], f"prefill T={few}, {count} keys"
+    for version in (*versions(q, w, keys, OFFICIAL, small=False), of_text(q, w, keys, OFFICIAL)):
+        if few < tokens or version[0] == "cupy text":
+            yield case(version, shape, q, w, keys, OFFICIAL, None)
+
+
+def of_text(q, w, keys, numerics):
+    return "cupy text", lambda: text.definition(q, w, keys, numerics)
+
+
+def in_torch(shape, q, w, keys):
+    """The case of PyTorch, where it is installed."""
+    if importlib.util.find_spec("torch") is None:
+        return
+    from .. import torch_indexing as peer
+
+    unpacked = peer.bf16(q), peer.bf16(w), peer.unpacked(keys)
+    out = peer.scores(*unpacked)
+    version = "torch", lambda: peer.back(peer.scores(*unpacked, out))
+    yield case(version, shape, q, w, keys, OFFICIAL, None, ties=0.1)
 
 
 def versions(q, w, keys, numerics, small):
@@ -42,10 +68,10 @@ def versions(q, w, keys, numerics, small):
         yield name, lambda run=runs[name]: run(known, q, w, keys)
     if small:
         yield "v1", lambda: scores_v1(known, q, w, keys)
-        yield "cupy text", lambda: text.definition(q, w, keys, numerics)
+        yield of_text(q, w, keys, numerics)
 
 
-def case(version, shape, q, w, keys, numerics, target):
+def case(version, shape, q, w, keys, numerics, target, **limits):
     name, call = version
     pairs = len(q) * keys.shape[-2]
 
@@ -53,7 +79,12 @@ def case(version, shape, q, w, keys, numerics, target):
         scores = call()
         one = keys.ndim == 2
         return check_scores(
-            q, w, (lambda t, j: keys[j] if one else keys[t][j]), lambda t: scores[t], numerics
+            q,
+            w,
+            lambda t, j: keys[j] if one else keys[t][j],
+            lambda t: scores[t],
+            numerics,
+            **limits,
         )
 
     return Case(
@@ -64,5 +95,6 @@ def case(version, shape, q, w, keys, numerics, target):
         check=check,
         bytes=keys.nbytes + 4 * pairs,
         flops=2 * 32 * 128 * pairs,
-        target_us=target,
+        rate="fp8",  # MXFP4 keys and queries: every factor is an E4M3 number
+        target_us=target if name.startswith("v") else None,
     )

@@ -66,5 +66,4 @@ def cases(quick=False):
                 check=lambda f=function, i=inputs, n=numerics: error(f(*i, n), i, n),
                 bytes=moved(tokens, numerics),
                 flops=tokens * 4 * HEADS * CHANNELS * 2 * WIDTH,
-                target_us=2000 if version == "v2" and not quick else None,
             )

@@ -42,5 +42,4 @@ def cases(quick=False):
             check=lambda f=function: error(f),
             bytes=2 * moved(tokens, FLOAT32) + tokens * parts,
             flops=tokens * 10 * HEADS * CHANNELS * 2 * WIDTH,
-            target_us=6000 if version == "v1" and not quick else None,
         )
