@@ -5,6 +5,7 @@ import json
 import re
 import subprocess
 import sys
+import tomllib
 from dataclasses import replace
 from pathlib import Path
 
@@ -311,6 +312,14 @@ def test_relative_links_lead_to_files(path):
     for cell in (cell for cell in cells if cell.kind == "markdown"):
         for target in re.findall(r"\]\(([^)#]+)[^)]*\)", cell.source):
             assert target.startswith("http") or (TUTORIALS / target).exists(), target
+
+
+def test_the_install_that_pages_name_has_what_a_trained_model_needs():
+    """Chapters read text with data/mini; the package imports tokenizers only when asked to."""
+    project = tomllib.loads((TUTORIALS.parent / "pyproject.toml").read_text("utf-8"))["project"]
+    assert "tokenizers" in project["optional-dependencies"]["notebooks"]
+    for path in CHAPTERS:
+        assert re.search(r'pip install -e "\.\[notebooks(,simulator)?\]"', path.read_text("utf-8"))
 
 
 def test_readme_lists_the_chapters_that_exist():

@@ -74,7 +74,8 @@ def draw_map(ax):
     for y in (0.15, 0.35, 0.55, 0.75):
         ax.plot([-4, 41.5], [y, y], color=INK, linewidth=0.8)
     for layer in plan:
-        box(ax, layer.index, 1.2, 1, 0.9, colours[layer.mode], str(layer.index))
+        ink = INK if layer.mode == "reuse" else "white"
+        box(ax, layer.index, 1.2, 1, 0.9, colours[layer.mode], str(layer.index), ink)
         box(ax, layer.index, -0.9, 1, 0.6, FAINT)
         if layer.engram is not None:
             ax.plot(layer.index, 0.45, "D", color=PURPLE, markersize=7)
@@ -183,9 +184,14 @@ assert sizes.decode < sizes.backbone / 30, "a token meets less than a thirtieth"
 # names for 50, 75 and 100. Whether the model thinks at all is another switch: the last token,
 # `<think>` or `</think>`. And old reasoning is left out of the next prompt, except when there are
 # tools: a chain of calls must find its own reasons again.
+#
+# *My client says `medium` or `xhigh`.* Names of other APIs are aliases of the three numbers. They
+# are not those of V4: its first release had two efforts, so `low` meant `high` and `xhigh` meant
+# `max` (DeepSeek's API guide "thinking mode", June 2026), and `max` was a fixed instruction in
+# front of the system prompt, no number (V4 report, post-training). Map names for V4.1 anew.
 
 # %%
-from dsv41.prompt import encode_prompt, render
+from dsv41.prompt import EFFORTS, encode_prompt, render
 from dsv41.tokenizer import load_tokenizer
 
 tokenizer = load_tokenizer(ROOT / "data/tokenizer")
@@ -198,6 +204,9 @@ print([tokenizer.decode([i]) for i in pieces[-9:]])
 lines = {effort: render(question, effort=effort) for effort in ("low", "high", "max", 50, 62)}
 assert lines["low"] == lines[50] != lines["high"], "low is 50"
 assert "Effort: 62 (" in lines[62], "any integer works"
+print("aliases:", *(f"{name} {number}" for name, number in EFFORTS.items()))
+assert render(question, effort="xhigh") == lines["high"] != lines["max"], "xhigh is high, not max"
+assert render(question, effort="minimal") == lines["low"] != lines["high"], "and low is not high"
 silent = render(question, thinking=False)
 assert silent.endswith("</think>") and "Effort" not in silent, "no thinking: no line, </think>"
 again = [*question, {"role": "assistant", "content": "2.", "reasoning": "The first."}, *question]

@@ -572,5 +572,5 @@ check("01.read_key", read_key)
 # - Main KV is E2M1 with an E4M3 scale per 16; it is not MXFP4. The window stays in FP8.
 # - 288, 528 and 68 bytes a record; 890 bytes a token. Swapped nibbles have the same size.
 #
-# Worked solutions: [solutions/01_number_formats.py](solutions/01_number_formats.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/01_number_formats.py](solutions/01_number_formats.py). Next: [02
+# RMSNorm, RoPE, YaRN](02_rmsnorm_rope_yarn.ipynb). All chapters: [README.md](README.md).

@@ -140,6 +140,7 @@ DIM, BASE = 64, 10_000
 f = np.float32(1) / np.float32(BASE) ** (np.arange(0, DIM, 2, dtype=np.float32) / np.float32(DIM))
 circle = np.linspace(0, 2 * np.pi, 100)
 with figure("The same arrow at positions 0 to 5: every pair has its own speed", columns=3) as axes:
+    axes[0].figure.set_size_inches(7.5, 2.8)
     for ax, pair in zip(axes, (0, 4, 12), strict=True):
         ax.plot(np.cos(circle), np.sin(circle), color=FAINT, linewidth=0.8)
         for t in range(6):
@@ -314,6 +315,10 @@ close("only the distances -2, -1, 0 are left", back_1000, from_distance, within=
 # A layer uses its table for everything it turns: queries, window KV, compressed KV, index keys,
 # index queries, and the turn back.
 #
+# *160,000 or 40,000?* Both are quoted, for V4-Flash too. 40,000 is the default of `ModelArgs` in
+# the released inference/model.py. config.json says 160,000, for V4-Flash, V4-Pro and V4.1, and the
+# file overrides the default. The break below shows what a model built without the file would see.
+#
 # YaRN stretches the long wavelengths by a factor of 16, because the original context of 65,536
 # was extended to 1,048,576. A pair that turned often in the original context has seen all its
 # angles: keep it. A pair that never finished one turn would meet new angles: divide its frequency
@@ -372,21 +377,23 @@ with figure("YaRN leaves pairs 0 to 15 alone and stretches 25 to 31 sixteenfold"
     ax.set(xlabel="pair", ylabel="wavelength in tokens")
 
 # %% [markdown]
-# **Break it.** Leave YaRN out, or use the window layers' base. Short texts hide the first mistake.
-# Let q and k be equal arrows: the score is then $\sum_i \cos(d f_i)$, at most 32.
+# **Break it.** Leave YaRN out, or use the window layers' base, or the default of the code. Short
+# texts hide the first mistake. Let q and k be equal arrows: the score is then
+# $\sum_i \cos(d f_i)$, at most 32.
 #
 # The YaRN paper also scales the attention scores, by the square of $0.1 \ln 16 + 1$. This model
 # does not.
 
 # %% tags=["break"]
-print("distance    right   no YaRN   base 10,000")
-meets = {}
+print("distance    right   no YaRN   base 10,000   40,000 with YaRN")
+meets, default = {}, yarn(40_000)
 for d in (1, 16, 127, 1000, 10_000, 100_000):
-    meets[d] = [float(np.cos(d * freqs).sum()) for freqs in (far, unstretched, near)]
-    print("{:8,} {:8.3f} {:9.3f} {:13.3f}".format(d, *meets[d]))
+    meets[d] = [float(np.cos(d * freqs).sum()) for freqs in (far, unstretched, near, default)]
+    print("{:8,} {:8.3f} {:9.3f} {:13.3f} {:18.3f}".format(d, *meets[d]))
 assert abs(meets[127][0] - meets[127][1]) < 0.1, "inside the window a missing YaRN is not seen"
 assert abs(meets[100_000][0] - meets[100_000][1]) > 1, "far away it is"
 assert abs(meets[127][0] - meets[127][2]) > 1, "the wrong base shows earlier"
+assert abs(meets[127][0] - meets[127][3]) > 1, "and so does the default of the code"
 magnitude = (0.1 * math.log(16) + 1) ** 2
 print(f"with the paper's factor every score would be {magnitude:.3f} times as large")
 assert magnitude > 1.6, "a sharper softmax than the trained one"
@@ -514,5 +521,5 @@ check("02.for_halves", for_halves)
 #   sixteen times as long from pair 25, no factor on the scores.
 # - Angles are float32 products. At a million, float64 is a different model too.
 #
-# Worked solutions: [solutions/02_rmsnorm_rope_yarn.py](solutions/02_rmsnorm_rope_yarn.py). All
-# chapters: [README.md](README.md).
+# Worked solutions: [solutions/02_rmsnorm_rope_yarn.py](solutions/02_rmsnorm_rope_yarn.py). Next:
+# [03 Window attention](03_window_attention.ipynb). All chapters: [README.md](README.md).

@@ -448,5 +448,5 @@ check("03.add_sink", add_sink)
 # - Token $j$ lives in row $j \bmod W$. A call reads the old ring before it writes.
 # - 2,703,360 bytes of rings a request, at any length.
 #
-# Worked solutions: [solutions/03_window_attention.py](solutions/03_window_attention.py). All
-# chapters: [README.md](README.md).
+# Worked solutions: [solutions/03_window_attention.py](solutions/03_window_attention.py). Next: [04
+# The compressor](04_compressor.ipynb). All chapters: [README.md](README.md).

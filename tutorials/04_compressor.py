@@ -455,5 +455,5 @@ check("04.global_bytes", global_bytes)
 # - Fewer caches, not longer groups, make V4.1 small: 2.5 entries and 890 bytes a token.
 # - The latent goes to the indexer. Attention gets it rotated by its first token's position.
 #
-# Worked solutions: [solutions/04_compressor.py](solutions/04_compressor.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/04_compressor.py](solutions/04_compressor.py). Next: [05 The
+# lightning indexer and top-k](05_indexer_topk.ipynb). All chapters: [README.md](README.md).

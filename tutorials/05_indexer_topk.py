@@ -334,6 +334,10 @@ same("and the same FLOPs", decode_flops("V4.1-Flash", n).index, np.float64(total
 # \frac{\partial L}{\partial I_j} = \mathrm{softmax}(I)_j - a_j$$
 #
 # Neither the V4 nor the V4.1 report spells out its indexer loss. This package uses V3.2's.
+#
+# *Must attention be dense first?* V4 was, for 1T tokens (its report, §4.2). V4.1 chooses from the
+# first step on (§4.2.2), and so does the miniature of
+# [chapter 19](19_training_the_miniature.ipynb).
 
 
 # %%
@@ -474,5 +478,5 @@ check("05.key_gradient", key_gradient)
 #   of scan and attention in an encoder layer at a million tokens.
 # - Choosing has no gradient. The scores learn from the attention that the chosen entries got.
 #
-# Worked solutions: [solutions/05_indexer_topk.py](solutions/05_indexer_topk.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/05_indexer_topk.py](solutions/05_indexer_topk.py). Next: [06 Sparse
+# attention as a gather](06_sparse_attention.ipynb). All chapters: [README.md](README.md).

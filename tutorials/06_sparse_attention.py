@@ -455,5 +455,5 @@ check("06.merge", merge)
 # - The same token may come through both lists, and then counts twice.
 # - From 1,024 tokens on, attention costs the same: 40 windows and 38 lists of 512.
 #
-# Worked solutions: [solutions/06_sparse_attention.py](solutions/06_sparse_attention.py). All
-# chapters: [README.md](README.md).
+# Worked solutions: [solutions/06_sparse_attention.py](solutions/06_sparse_attention.py). Next: [07
+# CSA2: Full, Reindex, Reuse](07_csa2.ipynb). All chapters: [README.md](README.md).

@@ -276,6 +276,9 @@ for layer, index_source in ((3, 2), (6, 5), (8, 7)):
 #
 # Put a counter around the stored arrays, and decode one token behind 61 others. The counter is an
 # array that notes how many records each `[...]` touches.
+#
+# *Fifteen kernels in prefill, eleven in decode: of a layer?* Of a Reuse layer (report, §1). The
+# other ten layers do more, and the count shows what: they read and write keys, or write KV.
 
 
 # %%
@@ -333,6 +336,7 @@ same("Reuse reads no key and writes nothing", table[[3, 6, 8]][:, [0, 2, 3]], no
 same("every compressing layer reads k records of KV", table[2:, 1], [k] * 7)
 same("only Full writes, one record and one key", table[[2, 4, 5], 2:], np.ones((3, 2), int))
 assert table[:, 2:].sum() == 6, "and nobody else writes"
+print(f"Reuse: {counts['reuse']} of 40 layers; 11 kernels each are {11 * counts['reuse']}, not 440")
 
 # %% [markdown]
 # ## Why share indices, but not queries?
@@ -550,5 +554,5 @@ check("07.keys_read", keys_read)
 # - The mask is a count, $\lfloor (t + 1) / m \rfloor$. Change a token: the past must not move.
 # - 890 bytes a token instead of 10,324.
 #
-# Worked solutions: [solutions/07_csa2.py](solutions/07_csa2.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/07_csa2.py](solutions/07_csa2.py). Next: [08 The candidate
+# pool](08_candidate_pool.ipynb). All chapters: [README.md](README.md).

@@ -519,5 +519,5 @@ check("08.in_pool", in_pool)
 # - What a consumer loses depends on agreement and on runs of good entries.
 # - 2,686,976 entries scored at 1M instead of 6,815,744; nothing changes up to 16,384.
 #
-# Worked solutions: [solutions/08_candidate_pool.py](solutions/08_candidate_pool.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/08_candidate_pool.py](solutions/08_candidate_pool.py). Next: [09
+# Causal encoder–decoder](09_causal_encoder_decoder.ipynb). All chapters: [README.md](README.md).

@@ -620,5 +620,5 @@ check("09.window_keys", window_keys)
 # - Step 2 is for all tokens. Without it short prompts pass and long ones are wrong for good.
 # - Work: 0.542 at 1,536 tokens, 0.501 at 64K.
 #
-# Worked solutions: [the same cells, filled](solutions/09_causal_encoder_decoder.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [the same cells, filled](solutions/09_causal_encoder_decoder.py). Next: [10
+# Hyper-connections](10_hyper_connections.ipynb). All chapters: [README.md](README.md).

@@ -128,6 +128,8 @@ rms = (sum(number**2 for number in v) / 32) ** 0.5
 by_loop = 2 * sum(float(w) * number for w, number in zip(fn[8 + 4 * j + k], v, strict=True)) / rms
 close("from stream 1 to stream 3 of token 2", Z[t, j, k], by_loop, within=1e-5)
 
+for name, numbers in (("A", pre), ("C", post), ("Z", Z)):
+    assert np.ptp(numbers, axis=0).min() > 0.01, f"{name}: another token, other numbers"
 neutral = predict(streams, 0 * fn, zeros, scale)
 print(f"u = 0:  A = {neutral[0][0, 0]:.6f}   C = {neutral[1][0, 0]:.6f}")
 close("A is a half plus eps, C is 1", [neutral[0][0, 0], neutral[1][0, 0]], [0.500001, 1], 1e-7)
@@ -166,6 +168,9 @@ assert max(abs(r - 1) for r in rows) < 0.01, "row sums arrive although columns c
 # Column sums are 1 on every line, row sums only get there. So after 20 rounds the *inexact* side
 # is the rows, which is the sum over the streams that one old stream flows to. The exact side is
 # what one new stream receives. Every new stream is an average of old ones.
+#
+# *Why does the report divide in another order?* It does not. It writes $B$ the other way round, to
+# and from. There the softmax runs down the columns and a row pass comes last: the same steps.
 
 
 # %%
@@ -183,6 +188,10 @@ def sinkhorn(logits, iterations=20, eps=1e-6):
 
 example = np.log(np.float32([[0.7, 0.3], [0.9, 0.1]]))
 close("four rounds of the function = by hand", sinkhorn(example, 4), four_rounds, within=3e-6)
+report = np.exp(example.T) / np.exp(example.T).sum(axis=0) + np.float32(1e-6)  # [to, from]
+for n in range(7):
+    report = report / (report.sum(axis=1 - n % 2, keepdims=True) + np.float32(1e-6))
+close("the report's rows come last = our columns", report.T, sinkhorn(example, 4), within=1e-6)
 quarter = np.full((4, 4), 0.25)
 close("equal logits: a quarter each", sinkhorn(0 * quarter), quarter, within=1e-6)
 comb = sinkhorn(Z)
@@ -576,5 +585,5 @@ check("10.head_input", head_input)
 # - Only A is delayed, by one sublayer; the first is (1, 0, 0, 0), the last feeds the head.
 # - 20 d, 14 d, 10 d values moved, counted. The delay saves the second read of the streams.
 #
-# Worked solutions: [solutions/10_hyper_connections.py](solutions/10_hyper_connections.py). All
-# chapters: [README.md](README.md).
+# Worked solutions: [solutions/10_hyper_connections.py](solutions/10_hyper_connections.py). Next:
+# [11 DeepSeekMoE and balance by bias](11_moe_balance.ipynb). All chapters: [README.md](README.md).

@@ -223,12 +223,16 @@ assert symmetric[4] / swiglu_by_hand[4] > 90, "the last about a hundred times"
 # A loop over tokens reads each matrix again for every token. Grouped by expert, each matrix
 # is read once. Both run here on one layer of a tiny model (8 experts, 2 chosen, $L = 1$). Its
 # choices, weights and outputs were stored by the released code.
+#
+# *Is the router in four bits as well?* No. Its matrix stays bf16 and its scores float32. A wrong
+# last bit of an expert is a wrong last bit; a wrong last bit of a score may be another expert.
 
 # %%
 import dsv41
+from dsv41.formats import round_bf16
 from dsv41.mhc import hc_collapse, hc_update
 from dsv41.ops import rmsnorm
-from dsv41.quant import FLOAT32
+from dsv41.quant import FLOAT32, WEIGHT_FP4
 
 model = dsv41.load(ROOT / "tests/golden/v41_tiny_a")
 stored = np.load(ROOT / "tests/golden/v41_tiny_a/prompt_fp32.npz")  # from the released code
@@ -276,6 +280,17 @@ assert (chosen == stored["L03.moe.expert"]).all(), "the released code chooses th
 close("its weights", weight, stored["L03.moe.weight"], within=1e-5)
 close("its output", y, stored["L03.ffn.out"], within=1e-4)
 print("tokens per expert:", np.bincount(chosen.ravel(), minlength=8))
+
+rng = np.random.default_rng(0)
+matrix = round_bf16(rng.standard_normal((384, 5120)).astype(np.float32) / np.float32(72))
+tokens, no_bias = rng.standard_normal((500, 5120)), np.zeros((2, 384))  # float64
+six, in_fp4 = (
+    np.sort(choose(score(tokens @ w.T), no_bias, np.zeros(500, bool), 6), axis=1)
+    for w in (matrix, WEIGHT_FP4.fake(matrix))
+)
+other = np.mean((six != in_fp4).any(axis=1))
+print(f"384 random rows: a router in FP4 sends {other:.0%} of 500 tokens to another six")
+assert other > 0.25, "a rounded score is another choice"
 
 # %% [markdown]
 # ## The rule that moves the bias
@@ -428,10 +443,15 @@ assert loads[1].max() > 1.5 > 1.15 > relative[1][1].max(), "only a bias each bal
 # An expert has three matrices of $5120 \times 2304$. In the checkpoint they are MXFP4: half a byte
 # a number and one scale byte for 32 ([chapter 01](01_number_formats.ipynb)). A token uses six of
 # 384 routed experts, and the shared one always.
+#
+# *Where are the layers that route by a hash?* In V4 the first three chose experts by the token's id
+# alone (config.json, `num_hash_layers`). V4.1 has none: all 40 layers, and the drafter's three
+# blocks, own a router and both of its biases.
 
 # %%
 from dsv41.ledger import expert_bytes, parameters
 from dsv41.presets import preset
+from dsv41.tensors import expected_tensors
 
 FLASH = preset("v4.1-flash")
 one = 3 * 5120 * 2304
@@ -450,6 +470,11 @@ assert size == 18_800_640, "bytes of an expert"
 same("the ledger's expert", expert_bytes(FLASH), size)
 parts = (ledger.parts["routed experts"][:2], ledger.parts["shared expert"][1])
 assert parts == ((stored_experts, used), 40 * one), "the ledger counts the same parameters"
+tensors = expected_tensors(FLASH)
+for part, kind in (("weight", "BF16"), ("bias", "F32"), ("bias_vl", "F32")):
+    kinds = [spec.dtype for name, spec in tensors.items() if name.endswith(f".ffn.gate.{part}")]
+    print(f"router {part:8} {len(kinds)} tensors, {kinds[0]}")
+    assert kinds == [kind] * (40 + 3), "every layer and every block of the drafter"
 
 # %% [markdown]
 # ## The module gives the same numbers
@@ -536,5 +561,5 @@ check("11.bytes_of_expert", bytes_of_expert)
 # - 6 of 384 routed experts and a shared one: 15.8 B of 551.6 B are active. An expert takes
 #   18,800,640 bytes.
 #
-# Worked solutions: [solutions/11_moe_balance.py](solutions/11_moe_balance.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/11_moe_balance.py](solutions/11_moe_balance.py). Next: [12
+# Engram](12_engram.ipynb). All chapters: [README.md](README.md).

@@ -380,9 +380,17 @@ assert 0.05 < at[-8] and at[8] < 0.95 < plain[-1], "far out it is still open, or
 # A row is 256 E4M3 codes and 8 scale bytes (chapter 01). A token reads 24 rows in each of two
 # modules, whatever the size of the table. The addresses depend on token ids only, so the rows
 # can be fetched before the layers run (report, §2.4.2).
+#
+# *CPU, GPU or disk?* The rows are the same (shown below), the time is not. The release fetches
+# from host memory over RDMA while the first layers run; in RL rollouts the tables stay on the GPUs
+# (report, §3.1.3), on two at least. Below are the links as their standards name them, for the
+# module in front of layer 1, which has the least time: 64 requests that write a token each, and
+# 8,192 tokens of a prompt. Against them stands what the experts of layer 0 take at best, on an
+# H200 as in its data sheet: reading weights at 4.8 TB/s, or 1,979 TFLOP/s in FP8. A disk reads
+# 4,096 bytes for a row of 264.
 
 # %%
-from dsv41.ledger import engram_row_bytes
+from dsv41.ledger import engram_row_bytes, expert_bytes
 
 row, rows = 256 + 256 // 32, sum(real.engram_num_embeddings)
 per_token = 2 * 24 * row
@@ -393,6 +401,22 @@ same("the ledger counts the same bytes", engram_row_bytes(real), row)
 assert (row, per_token) == (264, 12_672), "bytes of a row and of a token"
 close("196.6 billion parameters", rows * 256 / 1e9, 196.6, within=0.05)
 close("188.8 GiB", rows * row / 2**30, 188.8, within=0.05)
+
+links = {  # GB/s, and the bytes that a row costs
+    "GPU memory": (4800, row),
+    "host, PCIe 5.0 x16": (32 * 16 * 128 / 130 / 8, row),
+    "RDMA, 400 Gbit/s": (400 / 8, row),
+    "disk, PCIe 4.0 x4": (16 * 4 * 128 / 130 / 8, 4096),
+}
+met = 384 * (1 - (378 / 384) ** 64)  # different experts of 64 tokens, chosen evenly
+decode, prompt = met * expert_bytes(real) / 4.8e12, 8192 * 7 * 2 * 3 * 5120 * 2304 / 1979e12
+print(f"layer 0's experts   decode {1e6 * decode:6.1f} µs   prompt {1e3 * prompt:6.2f} ms")
+for name, (rate, cost) in links.items():
+    times = [tokens * 24 * cost / rate / 1e9 for tokens in (64, 8192)]
+    print(f"{name:19} decode {1e6 * times[0]:6.1f} µs   prompt {1e3 * times[1]:6.2f} ms")
+    hidden = times[0] < decode and times[1] < prompt
+    assert hidden == (cost == row), f"{name}: " + ("hidden" if hidden else "layer 0 waits")
+assert 141e9 < rows * row < 2 * 141e9, "more than one H200 holds"
 
 # %% [markdown]
 # ## The module reads only these rows
@@ -518,5 +542,5 @@ check("12.two_rows", two_rows)
 # - The gate compares each stream with its key: normalised alone, signed root, sigmoid.
 # - 196.6 billion parameters in 188.8 GiB; 48 rows and 12,672 bytes a token, from memory or a file.
 #
-# Worked solutions: [solutions/12_engram.py](solutions/12_engram.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/12_engram.py](solutions/12_engram.py). Next: [13 The whole
+# model](13_whole_model.ipynb). All chapters: [README.md](README.md).

@@ -418,6 +418,47 @@ for run in (at_once, other_axis):
 # the same vector, and the norm behind it removes the factor. And rows of $B$ sum to nearly 1, just
 # as columns do. A test of one sublayer from fresh streams finds neither.
 #
+# ## How long must a test prompt be?
+#
+# *My short test agrees to the bit, and the real model is wrong. How?* A prompt tests only what it
+# reaches. Make a mistake in one number of the config, and look for the first token that shows it.
+
+# %%
+alone = FLOAT32.but(batch_invariant=True)
+unchanged = model.logits(ids, alone)
+released = dsv41.preset("v4.1-flash")
+
+
+def first_shown(**mistake):
+    """-> tokens until a logit moves, and until layer 2, of pairs, has an entry too many."""
+    wrong, found = dsv41.Model(config.but(**mistake), params, classes=model.classes), {}
+    gap = np.abs(wrong.logits(ids, alone, found) - unchanged)
+    moved = (gap > 1e-3).any(axis=1)  # rounding noise is less
+    chosen = (found["L02.idx.topk"] >= 0).sum(axis=1) > config.index_topk
+    return int(moved.argmax()) + 1, int(chosen.argmax() + chosen.any())
+
+
+def reaches(c):
+    """-> tokens that must be there: beyond the window, k entries, k pairs, the pool."""
+    k, pool = c.index_topk, c.candidate_topk_blocks * c.candidate_block_size
+    return c.sliding_window + 1, k + 1, 2 * (k + 1), pool + 1
+
+
+window, _ = first_shown(sliding_window=config.sliding_window + 1)
+entries, pairs = first_shown(index_topk=config.index_topk + 1)
+pool, _ = first_shown(candidate_topk_blocks=config.candidate_topk_blocks + 1)
+shown = (window, entries, pairs, pool)
+print("mistake                    first seen here   needs here   needs in the released model")
+names = ("window one too long", "an entry too many", "the same, in pairs", "a block too many")
+for name, *row in zip(names, shown, reaches(config), reaches(released), strict=True):
+    print("{:20} {:18} {:14} {:14,}".format(name, *row))
+assert shown[:3] == reaches(config)[:3], "the first token beyond shows it"
+assert pool >= reaches(config)[3], "no prompt within the pool can"
+
+# %% [markdown]
+# So a test needs more tokens than each of these numbers, and an odd number of them, so that a pair
+# is open at the end (chapter 04). Of the released model, 16,384 tokens say nothing about the pool.
+#
 # ## Chunks, batches, and equal bits
 #
 # A row of the model does not depend on how many other rows are computed with it. As mathematics.
@@ -537,7 +578,8 @@ check("13.step_closer", step_closer)
 # - Compare layer by layer from stored inputs: one run says *whether*, only this says *where*.
 # - A transposed $B$, or an $A$ used too early, does not show while all streams are equal. Test from
 #   the middle of the model.
+# - A prompt tests what it reaches: more tokens than the window, than k pairs, than the pool.
 # - Equal bits for chunks and batches need `batch_invariant`. Without it, ask for closeness.
 #
-# Worked solutions: [solutions/13_whole_model.py](solutions/13_whole_model.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/13_whole_model.py](solutions/13_whole_model.py). Next: [14 The KV
+# cache](14_kv_cache.ipynb). All chapters: [README.md](README.md).

@@ -586,5 +586,5 @@ check("14.fixed_and_slope", fixed_and_slope)
 # - Decode grows by a quarter from 4K to 1M, all of it index scores. Against V4-Flash it pays from
 #   105,984 tokens on, by this count.
 #
-# Worked solutions: [solutions/14_kv_cache.py](solutions/14_kv_cache.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/14_kv_cache.py](solutions/14_kv_cache.py). Next: [15
+# Serving](15_serving.ipynb). All chapters: [README.md](README.md).

@@ -248,13 +248,14 @@ for name, request in held.items():
 #
 # $$j \in [\max(s,\ i - W + 1),\ i], \qquad s = \max(0,\ H - W)$$
 #
-# Replayed tokens write window KV only. Their global entries are there and stay untouched. $H$ is
-# even, so no pair of tokens is open. One row at a time, then all at once:
+# Replayed tokens write window KV only. Their global entries are there and stay untouched. A stored
+# prefix of odd length loses its last token: $H$ is even, so no pair straddles the hit. One row at a
+# time, then all at once:
 
 
 # %%
 from dsv41.batch import make_batch
-from dsv41.replay import replay_start
+from dsv41.replay import hit_length, replay_start
 from dsv41.window import window_index
 
 
@@ -287,6 +288,9 @@ for n, row in enumerate(positions):
     module[n, row[row >= 0]] = True
 same("the module's window rows = the mask", module, mask)
 same("the module starts the replay at the same token", replay_start(hit, config), s)
+usable = [hit_length(stored, config) for stored in (14, 13, 2, 1)]
+print("of 14, 13, 2 and 1 stored tokens a hit has", *usable)
+assert usable == [14, 12, 2, 0], "an open pair is run again"
 same("W - 1 rows see less than a window", np.sum(mask.sum(axis=1) < W), W - 1)
 
 # %%
@@ -631,5 +635,5 @@ check("15.pool_row", pool_row)
 # - Engram's look-back crosses the start of a replay: three tokens, six orders go wrong without it.
 # - A block's key hashes all before it. Bounded replay stores 890 bytes a token and runs 128 tokens.
 #
-# Worked solutions: [solutions/15_serving.py](solutions/15_serving.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/15_serving.py](solutions/15_serving.py). Next: [16
+# DSpark](16_dspark.ipynb). All chapters: [README.md](README.md).

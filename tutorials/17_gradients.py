@@ -633,16 +633,16 @@ def step_along(leaves, grads, far):
 
 loss, grads = gradient(masters, FLOAT32)
 print(f"{sum(g.size for g in grads.values()):,} numbers have a gradient")
-print(f"its length            {length(grads):.2f}")
+print(f"its length              {length(grads):.2f}")
 for h in (1e-2, 1e-3, 3e-4):
     up, down = (total(step_along(masters, grads, side * h), FLOAT32) for side in (-1, 1))
     slope = (up - down) / (2 * h)
-    print(f"difference, h = {h:<6g}{slope:.2f}")
+    print(f"difference, h = {h:<8g}{slope:.2f}")
 close("nine layers, to 2%", slope / length(grads), 1, within=0.02)
 left_out = {name.rpartition(".attn.")[2] for name in masters if ".attn." in name} - {
     name.rpartition(".attn.")[2] for name in grads
 }
-print("no gradient from the next token:", *sorted(left_out))
+print("no gradient from the next token:", *sorted(left_out), sep="\n  ")
 assert all("indexer" in name for name in left_out), "choosing has no slope"
 
 _, with_index = gradient(masters, FLOAT32, index=1)

@@ -573,5 +573,5 @@ check("18.table_step", table_step)
 # - Sinkhorn: rows and columns in turn, as two vectors in 7 reads. A row moves fully or not at all.
 # - An idle row keeps moving at full size for about 135 steps. Only the mask ever stops it.
 #
-# Worked solutions: [solutions/18_optimizers.py](solutions/18_optimizers.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/18_optimizers.py](solutions/18_optimizers.py). Next: [19 Training the
+# miniature](19_training_the_miniature.ipynb). All chapters: [README.md](README.md).

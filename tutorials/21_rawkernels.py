@@ -697,5 +697,5 @@ check("21.blocks_an_sm", blocks_an_sm)
 #   who comes last.
 # - Three bf16 numbers are one float32. Tensor cores lose nothing on them.
 #
-# Worked solutions: [solutions/21_rawkernels.py](solutions/21_rawkernels.py). All chapters:
-# [README.md](README.md).
+# Worked solutions: [solutions/21_rawkernels.py](solutions/21_rawkernels.py). Next: [22 Tensor
+# cores](22_tensor_cores.ipynb). All chapters: [README.md](README.md).

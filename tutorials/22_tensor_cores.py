@@ -600,11 +600,12 @@ rounds["1M numbers rounded to bf16"] = radix(order_key(round_bf16(wide)), 512)[1
 with figure("Keys that a round still has to look at, of 1,048,576") as ax:
     for (name, counts), colour in zip(rounds.items(), (BLUE, ORANGE), strict=True):
         ax.plot(range(1, 5), counts, color=colour, marker="o")
-        ax.text(4.08, counts[-1], name.replace(" numbers", "\nnumbers"), color=colour, va="center")
+        ax.text(4.08, counts[-1], name[3:].replace("numbers ", ""), color=colour, va="center")
         print(f"{name}: {counts}")
     ax.axhline(512, color=GREY, linestyle=":")
     ax.text(1.0, 560, "512", color=GREY)
-    ax.set(yscale="log", xticks=range(1, 5), xlim=(0.9, 5.3), xlabel="round, 8 bits each")
+    ax.set(yscale="log", xticks=range(1, 5), xlim=(0.9, 5.3))
+    ax.set(ylim=(0.5, 3e6), xlabel="round, 8 bits each")
 assert rounds["1M numbers rounded to bf16"][2:] == [rounds["1M numbers rounded to bf16"][2]] * 2, (
     "bf16 has no digits left after 16 bits: the last two rounds decide nothing"
 )

@@ -338,7 +338,7 @@ with figure("MB from memory by the third call in a row") as ax:
     ax.plot(sizes, cold, color=BLUE, marker="o")
     ax.plot(sizes, hot, color=ORANGE, marker="o")
     ax.text(20, 45, "after a flush (cold)", color=BLUE, ha="center")
-    ax.text(24, 9, "straight after (hot)", color=ORANGE, ha="center")
+    ax.text(34, 5, "straight after (hot)", color=ORANGE, ha="center")
     ax.set(xlabel="MB that the kernel reads", ylabel="MB from memory")
 
 # %% [markdown]
