@@ -101,3 +101,8 @@ __device__ inline u64 load_relaxed(const u64* at) {
 __device__ inline void store_relaxed(u64* at, u64 value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
+
+// Fetches the line of 128 bytes around `at` into L2, and waits for nothing.
+__device__ inline void prefetch(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}

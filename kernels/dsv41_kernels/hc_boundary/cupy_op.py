@@ -18,7 +18,8 @@ from ..launch import grid, kernel
 PIECE, SUMS, TOKENS = 512, 32, 16  # of hc_coefficients/kernel.cu
 ROWS, THREADS = 4, 256  # of kernel.cu
 GROUP, RING, WARPS = 64, 4, 8  # of one_pass.cuh
-UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory
+UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory, split into bf16
+UNIT_NUMBERS = 4 * 3 * 2 * 32 * 16  # and as float32
 VERSIONS = ("v1", "v2", "v3", "v4")
 NAMES = ("streams", "y", "pre", "post", "comb", "fn", "base", "scale", "norm")
 
@@ -170,7 +171,9 @@ def _v4(old, new, out, config, macros, fp8):
 
 def _thin(arguments, tokens, count, halves, config, macros):
     tiles = -(-tokens // 16)
-    shared = count * UNIT_BYTES + 4 * (count * (16 * (SUMS + 1 + 4 * 8) + 32) + 16 + 4)
+    shared = count * (UNIT_BYTES + UNIT_NUMBERS) + 4 * (
+        count * (16 * (SUMS + 1 + 4 * 8) + 32) + 16 + 4
+    )
     arguments = (*arguments, *inbox(halves), np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "thin", shared=shared, **macros)
     return run, (tiles * halves,), (32 * (2 * count + 1),), arguments, shared

@@ -214,6 +214,29 @@ __device__ __forceinline__ void put_fn(const float* fn, int start, uint4* fragme
   }
 }
 
+// The same of one unit by one warp. The numbers come through `raw` in shared memory: all are on their
+// way at once, for which a lane has no registers.
+__device__ __forceinline__ void put_unit_of_fn(const float* fn, int start, float4* raw,
+                                               uint4* fragments) {
+  int lane = threadIdx.x % 32, row = lane / 4;
+#pragma unroll
+  for (int n = 0; n < S * TILES; ++n) {
+    int j = n % TILES, k = n / TILES;
+    const float* from = fn + ((8 * j + row) * S + k) * WIDTH + start + lane % 4 * 8;
+    copy_16(raw + 2 * n * 32 + lane, from, true);
+    copy_16(raw + (2 * n + 1) * 32 + lane, from + 4, true);
+  }
+  wait_for_copies();  // a lane reads only what it has copied itself
+#pragma unroll
+  for (int n = 0; n < S * TILES; ++n) {
+    float4 eight[2] = {raw[2 * n * 32 + lane], raw[(2 * n + 1) * 32 + lane]};
+    uint4 parts[PARTS];
+    split(eight, parts);
+#pragma unroll
+    for (int s = 0; s < PARTS; ++s) fragments[(n * PARTS + s) * 32 + lane] = parts[s];
+  }
+}
+
 // The lane's share of stream k and tile j of a unit, from there.
 __device__ __forceinline__ void take_fn(const uint4* unit, int k, int j, uint4 (&parts)[PARTS]) {
 #pragma unroll
@@ -222,6 +245,7 @@ __device__ __forceinline__ void take_fn(const uint4* unit, int k, int j, uint4 (
 }
 
 constexpr int UNIT_FRAGMENTS = S * TILES * PARTS * 32;  // uint4 of a unit of fn
+constexpr int UNIT_NUMBERS = S * TILES * 2 * 32;        // float4 of it as it is in memory
 
 // One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
 // weights(k, j, parts) gives the lane's share of stream k and tile j; done(r) is called when the
@@ -494,8 +518,9 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
      unsigned* epochs, long long tokens, int iterations, float norm_eps, float eps) {
   extern __shared__ uint4 memory[];
   uint4* fragments = memory;  // [UNITS]
+  float4* numbers = reinterpret_cast<float4*>(fragments + UNITS * UNIT_FRAGMENTS);  // [UNITS]
   float(*tables)[16][SUMS] =
-      reinterpret_cast<float(*)[16][SUMS]>(fragments + UNITS * UNIT_FRAGMENTS);  // [unit]
+      reinterpret_cast<float(*)[16][SUMS]>(numbers + UNITS * UNIT_NUMBERS);  // [unit]
   float(*collapsed)[16] = reinterpret_cast<float(*)[16]>(tables + UNITS);
   float* copies = &collapsed[UNITS][0];  // [UNITS] of S * 16 * 8
   float* weights_of_x = copies + UNITS * S * 16 * 8;  // [UNITS * 32]
@@ -524,7 +549,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
          [] { __syncthreads(); }, first + 8 >= tokens);
     put_sums(total, &tables[warp][0][0], collapsed[warp]);
   } else {
-    if (warp < 2 * UNITS) put_fn<1, 32>(fn, start, own, lane);
+    if (warp < 2 * UNITS)
+      put_unit_of_fn(fn, start, numbers + warp % UNITS * UNIT_NUMBERS, own);
     else
       for (int i = lane; i < UNITS * 32; i += 32) weights_of_x[i] = norm[half * UNITS * 32 + i];
     if (warp == 2 * UNITS && lane == 0) *number = __ldcg(epochs + 2 * tile) + 1;
@@ -603,6 +629,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   Affine affine(scale, base);
   Reads from;
   Inputs in;
+  for (int i = threadIdx.x; i < MIX * S * 2 * UNITS; i += 32 * WARPS)  // lines of 128 bytes
+    prefetch(fn + i / (2 * UNITS) * WIDTH + start + i % (2 * UNITS) * 32);
   from.begin(streams, y, place(0), c);
   if (AHEAD) in.get(from, 0), in.get(from, 1);
   rows.fetch(old, place(0));
