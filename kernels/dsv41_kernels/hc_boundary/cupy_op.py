@@ -171,9 +171,7 @@ def _v4(old, new, out, config, macros, fp8):
 
 def _thin(arguments, tokens, count, halves, config, macros):
     tiles = -(-tokens // 16)
-    shared = count * (UNIT_BYTES + UNIT_NUMBERS) + 4 * (
-        count * (16 * (SUMS + 1 + 4 * 8) + 32) + 16 + 4
-    )
+    shared = count * (UNIT_BYTES + UNIT_NUMBERS + 4 * (16 * (SUMS + 1 + 4 * 8) + 32)) + 4 * 20
     arguments = (*arguments, *inbox(halves), np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "thin", shared=shared, **macros)
     return run, (tiles * halves,), (32 * (2 * count + 1),), arguments, shared
