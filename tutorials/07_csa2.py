@@ -336,7 +336,7 @@ same("Reuse reads no key and writes nothing", table[[3, 6, 8]][:, [0, 2, 3]], no
 same("every compressing layer reads k records of KV", table[2:, 1], [k] * 7)
 same("only Full writes, one record and one key", table[[2, 4, 5], 2:], np.ones((3, 2), int))
 assert table[:, 2:].sum() == 6, "and nobody else writes"
-print(f"Reuse: {counts['reuse']} of 40 layers, {11 * counts['reuse']} kernels a token; the rest is not told")
+print(f"11 kernels x {counts['reuse']} Reuse layers = {11 * counts['reuse']}, the rest is unknown")
 
 # %% [markdown]
 # ## Why share indices, but not queries?
