@@ -16,7 +16,7 @@ from ..launch import grid, kernel
 
 PIECE, SUMS, TOKENS = 512, 32, 16  # of hc_coefficients/kernel.cu
 ROWS, THREADS = 4, 256  # of kernel.cu
-TILE, RING, STAGES = 16, 4, 2  # of one_pass.cuh
+TILE, RING, STAGES = 16, 5, 2  # of one_pass.cuh
 UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory, split into bf16
 UNIT_NUMBERS = 4 * 3 * 2 * 32 * 16  # and as float32
 VERSIONS = ("v1", "v2", "v3", "v4")

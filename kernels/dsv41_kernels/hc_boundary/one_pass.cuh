@@ -562,16 +562,18 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 // whoever asks for 64 bytes here and there. An earlier cut had warps that loaded 64 bytes of every
 // row into registers, unit after unit; it moved 1.7 TB/s at 4,096 tokens.
 //
-// Nobody waits for what other blocks do now: in its round r a set sends the sums of its tile r, its
-// last warp finishes those of tile r - 1, and the normalised rows of tile r - 2 leave the registers.
-// trap: RING slots of sums are enough because a set sends sums of tile r only behind its last warp,
-// which has seen all sums of tile r - 2, hence was sent them by sets that were done with tile r - 4.
+// Nobody waits for what other blocks do now: in its round r a set sends the sums of tile r, while its
+// last warp makes coefficients of tile r - 2 and adds the squares of tile r - 1, whose rows leave the
+// registers, normalised, in round r + 1.
+// trap: RING slots of sums are enough because a set sends sums of tile r behind its last warp, which
+// has seen everybody's of tile r - 2. They were sent in rounds r - 2, in front of which all last
+// warps were done with tile r - 5.
 //
 // inbox (walkers, RING, HALVES * 16 * (SUMS + 1)) and epochs (walkers, 2) as above, a walker being a
 // set of each half; the tag of a walker's tile is the number of tiles that it has ever had.
 constexpr int SETS = BF16_STORED ? 2 : 1;
 constexpr int STAGES = 2;  // tiles of a set in shared memory
-constexpr int RING = 4;
+constexpr int RING = 5;
 constexpr int SET_WARPS = UNITS + 1;
 constexpr int WIDE_WARPS = SETS * SET_WARPS;
 constexpr int CHUNK = 16 / sizeof(Stored);                 // numbers that one copy moves
@@ -699,13 +701,15 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   Desk& desk = desks[set];
   Mixing<const float> old = {pre_in, post_in, comb_in};
   if (part < UNITS) {
-#pragma unroll
-    for (int round = 0; round < STAGES; ++round) {
-      if (round < walk.rounds)
-        fill(desk.stages[round], streams, y, walk.first(round), tokens, start, thread);
-      end_stage();
-    }
-    put_fn<UNITS, SETS * UNITS * 32>(fn, start, fragments, set * UNITS * 32 + thread);
+    constexpr int THREADS_OF_FN = SETS * UNITS * 32;
+    int number = set * UNITS * 32 + thread;
+    for (int i = number; i < MIX * S * UNITS; i += THREADS_OF_FN)  // lines of 128 bytes
+      prefetch(fn + i / UNITS * WIDTH + start + i % UNITS * 32);
+    if (walk.rounds > 0) fill(desk.stages[0], streams, y, walk.first(0), tokens, start, thread);
+    end_stage();
+    put_fn<UNITS, THREADS_OF_FN>(fn, start, fragments, number);
+    if (walk.rounds > 1) fill(desk.stages[1], streams, y, walk.first(1), tokens, start, thread);
+    end_stage();
   } else {
     if (walk.rounds > 0) {
       Rows{desk.coefficients[0]}.fetch(old, Place(walk.first(0), tokens));
@@ -767,20 +771,26 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     epochs[2 * walker + 1] = 0;
   }
   Affine affine(scale, base);
+  auto add_squares = [&](int round) {
+    float square = awaited_sum(slot(round) + SQUARES + lane % 16, 16, tag + round);
+    if (lane < 16) desk.roots[round % 2][lane] = reciprocal_root(square, norm_eps);
+  };
+  auto finish = [&](int round) {  // token t of a tile in turn by blocks t, t + 16, ... of a team
+    long long first = walk.first(round);
+    for (int t = (half + 16 * round) % HALVES; t < 16 && first + t < tokens; t += HALVES)
+      finish_token(awaited_sum(slot(round) + t * SUMS + lane, 16 * SUMS, tag + round), first + t,
+                   affine, pre, post, comb, desk.matrix, iterations, norm_eps, eps);
+  };
 #pragma unroll 1
-  for (int round = 0; round < walk.rounds + 2; ++round) {
+  for (int round = 0; round <= walk.rounds; ++round) {
     Rows{desk.coefficients[round % 2]}.wait();
     meet(1 + set, 32 * SET_WARPS);
     if (round + 1 < walk.rounds)
       Rows{desk.coefficients[(round + 1) % 2]}.fetch(old, Place(walk.first(round + 1), tokens));
-    int last = round - 1;
-    if (last < 0 || last >= walk.rounds) continue;
-    const u64* sums = slot(last);
-    float square = awaited_sum(sums + SQUARES + lane % 16, 16, tag + last);
-    if (lane < 16) desk.roots[last % 2][lane] = reciprocal_root(square, norm_eps);
-    // token t of a tile in turn by blocks t, t + 16, ... of its team
-    for (int t = (half + 16 * last) % HALVES; t < 16 && walk.first(last) + t < tokens; t += HALVES)
-      finish_token(awaited_sum(sums + t * SUMS + lane, 16 * SUMS, tag + last), walk.first(last) + t,
-                   affine, pre, post, comb, desk.matrix, iterations, norm_eps, eps);
+    if (round >= 2 && round < walk.rounds) finish(round - 2);
+    if (round >= 1) add_squares(round - 1);
   }
+  __syncwarp();
+  meet(1 + set, 32 * SET_WARPS);  // behind the end of the others' work, what they do not wait for
+  for (int round = max(walk.rounds - 2, 0); round < walk.rounds; ++round) finish(round);
 }
