@@ -84,14 +84,16 @@ __device__ __forceinline__ void put_eight(Stored* at, const unsigned (&w)[4]) {
 #endif
 }
 
-// The lane's place in a tile of 16 tokens: rows g and g + 8, channels 8 q .. 8 q + 7 of a unit. A
-// row behind the last token is read as the last one, and not written.
+// The lane's place in the 16 tokens from `tile` on: rows g and g + 8, channels 8 q .. 8 q + 7 of a
+// unit. A row behind the last token is read as the last one, and not written. `step` is a row's
+// distance to the tile, as an int: 64 bits are for the tile alone.
 struct Place {
-  long long first, last;
+  long long tile;
+  int mine, last;
   __device__ __forceinline__ Place(long long tile, long long tokens)
-      : first(tile + threadIdx.x % 32 / 4), last(tokens - 1) {}
-  __device__ __forceinline__ long long row(int r) const { return min(first + 8 * r, last); }
-  __device__ __forceinline__ bool valid(int r) const { return first + 8 * r <= last; }
+      : tile(tile), mine(threadIdx.x % 32 / 4), last((int)min(tokens - tile, 16ll) - 1) {}
+  __device__ __forceinline__ int step(int r) const { return min(mine + 8 * r, last); }
+  __device__ __forceinline__ bool valid(int r) const { return mine + 8 * r <= last; }
 };
 
 // Where the lane writes the new streams: into memory.
@@ -100,7 +102,10 @@ struct Writes {
   bool valid[2];
   __device__ __forceinline__ Writes(Stored* to, const Place& p, int c) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) out[r] = to + p.row(r) * S * WIDTH + c, valid[r] = p.valid(r);
+    for (int r = 0; r < 2; ++r) {
+      out[r] = to + (p.tile * (S * WIDTH) + c) + p.step(r) * (S * WIDTH);
+      valid[r] = p.valid(r);
+    }
   }
   __device__ __forceinline__ void put(int r, int k, const unsigned (&w)[4]) const {
     if (valid[r]) put_eight(out[r] + k * WIDTH, w);
@@ -117,9 +122,10 @@ struct Held {
   Row rows[2];
   __device__ __forceinline__ void get(const Stored* streams, const Stored* more, const Place& p,
                                       int c, int r) {
-    rows[r].y.get(more + p.row(r) * WIDTH + c);
+    long long row = p.tile + p.step(r);
+    rows[r].y.get(more + row * WIDTH + c);
 #pragma unroll
-    for (int j = 0; j < S; ++j) rows[r].x[j].get(streams + (p.row(r) * S + j) * WIDTH + c);
+    for (int j = 0; j < S; ++j) rows[r].x[j].get(streams + (row * S + j) * WIDTH + c);
   }
   __device__ __forceinline__ const Row& row(int r) const { return rows[r]; }
 };
@@ -142,7 +148,7 @@ struct Rows {
   // Two lanes a token: streams 2 h and 2 h + 1 of pre and post, those rows of comb.
   __device__ __forceinline__ void fetch(Mixing<const float> from, const Place& p) const {
     int lane = threadIdx.x % 32, h = lane % 2 * 2;
-    long long t = min(p.first - lane / 4 + lane / 2, p.last);
+    long long t = p.tile + min(lane / 2, p.last);
     float* to = table + lane / 2 * 8;
     __syncwarp();  // all lanes have read what lies there
 #pragma unroll
@@ -355,14 +361,16 @@ __device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const floa
     if (!p.valid(r)) continue;
     unsigned scale = fp8_scale(amax);
     float inverse = fp8_inverse(scale);
-    unsigned char* record = static_cast<unsigned char*>(x) + p.row(r) * (WIDTH + WIDTH / 32);
+    unsigned char* record = static_cast<unsigned char*>(x) + p.tile * (WIDTH + WIDTH / 32) +
+                            p.step(r) * (WIDTH + WIDTH / 32);
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // records are even, not always a multiple of 8
       reinterpret_cast<unsigned short*>(record + c)[i] =
           e4m3x2(low_bf16(w[i]) * inverse, high_bf16(w[i]) * inverse);
     if (threadIdx.x % 4 == 0) record[WIDTH + c / 32] = scale;
 #else
-    if (p.valid(r)) put_eight(static_cast<Stored*>(x) + p.row(r) * WIDTH + c, w);
+    if (p.valid(r))
+      put_eight(static_cast<Stored*>(x) + (p.tile * WIDTH + c) + p.step(r) * WIDTH, w);
 #endif
   }
 }
@@ -414,16 +422,20 @@ __device__ __forceinline__ void put_tagged(u64* at, float value, unsigned tag) {
 }
 
 // Sums of a tile's UNITS units, added in order, into its half's words of the inbox: 16 rows of SUMS and
-// 16 squares of the collapsed rows, by `threads` threads, of which the caller is number `thread`.
+// 16 squares of the collapsed rows, by `threads` threads, whole warps, of which the caller is number
+// `thread`.
 template <int threads>
 __device__ __forceinline__ void send_sums(const float (*tables)[16][SUMS],
                                           const float (*collapsed)[16], u64* sums, u64* squares,
                                           unsigned tag, int thread) {
-  for (int i = thread; i < 16 * SUMS; i += threads) {
+  const float* from = &tables[0][0][0] + thread;
+#pragma unroll
+  for (int n = 0; n < 16 * SUMS; n += threads) {
     float total = 0.f;
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) total += i % SUMS <= MIX ? tables[u][i / SUMS][i % SUMS] : 0.f;
-    put_tagged(sums + i, total, tag);
+    for (int u = 0; u < UNITS; ++u)
+      if (n + threads <= 16 * SUMS || thread < 16 * SUMS - n) total += from[n + u * 16 * SUMS];
+    if (thread % SUMS <= MIX && thread < 16 * SUMS - n) put_tagged(sums + thread + n, total, tag);
   }
   if (thread < 16) {
     float total = 0.f;
@@ -538,7 +550,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
                              threadIdx.x);
   if (warp == 2 * UNITS) {
     for (int t = half; t < 16 && first + t < tokens; t += HALVES)
-      finish_token(awaited_sum(sums + t * SUMS + lane, 16 * SUMS, tag), first + t, affine, pre,
+      finish_token(awaited_sum(sums + t * SUMS + min(lane, MIX), 16 * SUMS, tag), first + t, affine, pre,
                    post, comb, matrix, iterations, norm_eps, eps);
   } else if (warp < UNITS) {
     float root[2];
@@ -635,35 +647,43 @@ struct InPlace {
   }
 };
 
-// The set's threads write the new streams of a tile from there, each what it will fill again itself.
-__device__ __forceinline__ void empty(const Stored* stage, Stored* out, long long first,
-                                      long long tokens, int start, int thread) {
-  int c = thread % COPIES * CHUNK, row = thread / COPIES;
+// A thread's share of what a set copies: of every COPY_ROWS-th row 16 bytes, always the same ones.
+struct Copies {
+  const Stored *streams, *y;  // where the thread's channels of row 0 are
+  Stored* out;
+  long long tokens;
+  int row, at;  // its first row, and its channels' place in a row of a stage
+  __device__ __forceinline__ Copies(const Stored* streams, const Stored* y, Stored* out, int start,
+                                    long long tokens, int thread)
+      : streams(streams + start + thread % COPIES * CHUNK),
+        y(y + start + thread % COPIES * CHUNK), out(out + start + thread % COPIES * CHUNK),
+        tokens(tokens), row(thread / COPIES), at(row * PITCH + thread % COPIES * CHUNK) {}
+  // Starts the copies of the 16 tokens from `first` on.
+  __device__ __forceinline__ void fill(Stored* stage, long long first) const {
+    const Stored *x = streams + first * (S * WIDTH), *more = y + first * WIDTH;
+    int last = (int)min(tokens - first, 16ll) - 1;
 #pragma unroll
-  for (int t = row; t - row < 16; t += COPY_ROWS) {
-    if (first + t >= tokens) break;
+    for (int n = 0; n < 16; n += COPY_ROWS) {
+      int token = min(row + n, last);
+      Stored* to = stage + at + n * PITCH;
 #pragma unroll
-    for (int j = 0; j < S; ++j)
-      __stcs(reinterpret_cast<uint4*>(out + ((first + t) * S + j) * WIDTH + start + c),
-             *reinterpret_cast<const uint4*>(stage + (j * 16 + t) * PITCH + c));
+      for (int j = 0; j < S; ++j)
+        copy_stage(to + j * 16 * PITCH, x + token * (S * WIDTH) + j * WIDTH);
+      copy_stage(to + S * 16 * PITCH, more + token * WIDTH);
+    }
   }
-}
-
-// A set's threads start the copies of 16 tokens from `first` on, channels from `start` on. COPY_ROWS
-// divides 16, so a thread keeps its place in a row.
-__device__ __forceinline__ void fill(Stored* stage, const Stored* streams, const Stored* y,
-                                     long long first, long long tokens, int start, int thread) {
-  int c = thread % COPIES * CHUNK, row = thread / COPIES;
+  // Writes the new streams from there, the thread's own share of the stage.
+  __device__ __forceinline__ void empty(const Stored* stage, long long first) const {
+    Stored* to = out + first * (S * WIDTH);
 #pragma unroll
-  for (int t = row; t - row < 16; t += COPY_ROWS) {
-    long long token = min(first + t, tokens - 1);
-    Stored* to = stage + t * PITCH + c;
+    for (int n = 0; n < 16; n += COPY_ROWS)
+      if (first + row + n < tokens)
 #pragma unroll
-    for (int j = 0; j < S; ++j)
-      copy_stage(to + j * 16 * PITCH, streams + (token * S + j) * WIDTH + start + c);
-    copy_stage(to + S * 16 * PITCH, y + token * WIDTH + start + c);
+        for (int j = 0; j < S; ++j)
+          __stcs(reinterpret_cast<uint4*>(to + (row + n) * (S * WIDTH) + j * WIDTH),
+                 *reinterpret_cast<const uint4*>(stage + at + (j * 16 + n) * PITCH));
   }
-}
+};
 
 // What a set has in shared memory.
 struct Desk {
@@ -699,16 +719,17 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   int start = half * UNITS * 32, c = start + part * 32 + lane % 4 * 8;
   Walk walk(walker, gridDim.x / HALVES * SETS, tokens);
   Desk& desk = desks[set];
+  Copies copies(streams, y, out, start, tokens, thread);
   Mixing<const float> old = {pre_in, post_in, comb_in};
   if (part < UNITS) {
     constexpr int THREADS_OF_FN = SETS * UNITS * 32;
     int number = set * UNITS * 32 + thread;
     for (int i = number; i < MIX * S * UNITS; i += THREADS_OF_FN)  // lines of 128 bytes
       prefetch(fn + i / UNITS * WIDTH + start + i % UNITS * 32);
-    if (walk.rounds > 0) fill(desk.stages[0], streams, y, walk.first(0), tokens, start, thread);
+    if (walk.rounds > 0) copies.fill(desk.stages[0], walk.first(0));
     end_stage();
     put_fn<UNITS, THREADS_OF_FN>(fn, start, fragments, number);
-    if (walk.rounds > 1) fill(desk.stages[1], streams, y, walk.first(1), tokens, start, thread);
+    if (walk.rounds > 1) copies.fill(desk.stages[1], walk.first(1));
     end_stage();
   } else {
     if (walk.rounds > 0) {
@@ -751,10 +772,9 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
         put_sums(total, &desk.tables[part][0][0], desk.collapsed[part]);
         meet(1 + SETS + set, 32 * UNITS);
 #ifdef STAGED
-        empty(stage, out, walk.first(round), tokens, start, thread);
+        copies.empty(stage, walk.first(round));
 #endif
-        if (round + STAGES < walk.rounds)
-          fill(stage, streams, y, walk.first(round + STAGES), tokens, start, thread);
+        if (round + STAGES < walk.rounds) copies.fill(stage, walk.first(round + STAGES));
         end_stage();
         send_sums<32 * UNITS>(desk.tables, desk.collapsed, slot(round) + half * 16 * SUMS,
                               slot(round) + SQUARES + half * 16, tag + round, thread);
@@ -778,8 +798,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   auto finish = [&](int round) {  // token t of a tile in turn by blocks t, t + 16, ... of a team
     long long first = walk.first(round);
     for (int t = (half + 16 * round) % HALVES; t < 16 && first + t < tokens; t += HALVES)
-      finish_token(awaited_sum(slot(round) + t * SUMS + lane, 16 * SUMS, tag + round), first + t,
-                   affine, pre, post, comb, desk.matrix, iterations, norm_eps, eps);
+      finish_token(awaited_sum(slot(round) + t * SUMS + min(lane, MIX), 16 * SUMS, tag + round),
+                   first + t, affine, pre, post, comb, desk.matrix, iterations, norm_eps, eps);
   };
 #pragma unroll 1
   for (int round = 0; round <= walk.rounds; ++round) {
