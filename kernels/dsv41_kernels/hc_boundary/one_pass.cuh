@@ -5,19 +5,19 @@
 //
 //   unit   32 channels of 16 tokens, the work of a warp: two rows and 8 channels a lane
 //   half   UNITS units, whose sums are added in order;  D = 32 * UNITS * HALVES
-//   total  the HALVES sums in order, by one warp, when all blocks of a token group have left theirs
+//   total  the HALVES sums in order, by one warp, when all blocks with these tokens have sent theirs
 //
 // New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
 // together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16,
 // then its sums are added in float32: the tensor core's own rounding never runs over more than 64.
 //
-// The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, a block takes
-// one half of 16 tokens) and in a large one (`wide`, a block keeps one half and walks over tiles of
-// 16 tokens). Blocks wait for one another, so a launch never has more of them than there are SMs, an
-// SM takes any of them, and whoever waits too long stops the launch with an error.
+// The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, a block
+// takes one half of 16 tokens) and in a large one (`wide`, a block keeps one half and walks over
+// tiles of 16 tokens). Blocks wait for one another, so a launch never has more of them than there
+// are SMs, an SM takes any of them, and whoever waits too long stops the launch with an error.
 //
-// Bytes a token, bf16: 20 D through memory; 264 * HALVES of sums stay in L2. fn, 384 D bytes, is read
-// for every 16 tokens (thin) or once a launch and team (wide), where v3 reads it for every 4 tokens.
+// Bytes a token, bf16: 20 D through memory; 208 * HALVES of sums stay in L2. fn, 384 D bytes, is
+// read for every 16 tokens (thin) or once a launch and team (wide), where v3 reads it for every 4.
 #pragma once
 #include "../tensor.cuh"
 
@@ -214,8 +214,8 @@ __device__ __forceinline__ void put_fn(const float* fn, int start, uint4* fragme
   }
 }
 
-// The same of one unit by one warp. The numbers come through `raw` in shared memory: all are on their
-// way at once, for which a lane has no registers.
+// The same of one unit by one warp. The numbers come through `raw` in shared memory: all are on
+// their way at once, for which a lane has no registers.
 __device__ __forceinline__ void put_unit_of_fn(const float* fn, int start, float4* raw,
                                                uint4* fragments) {
   int lane = threadIdx.x % 32, row = lane / 4;
@@ -248,8 +248,9 @@ constexpr int UNIT_FRAGMENTS = S * TILES * PARTS * 32;  // uint4 of a unit of fn
 constexpr int UNIT_NUMBERS = S * TILES * 2 * 32;        // float4 of it as it is in memory
 
 // One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
-// in.row(r) gives row r, `fragments` are the unit's of fn, begin() is called before their first use.
-// zero is a 0 that the compiler does not know. With `half_full` the second eight rows do not exist.
+// in.row(r) gives row r, to.put(r, k, words) takes stream k of it; `fragments` are the unit's of
+// fn, begin() is called before their first use. zero is a 0 that the compiler does not know. With
+// `half_full` the second eight rows do not exist.
 template <class Inputs, class Outputs, class Begin>
 __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Outputs& to,
                                      unsigned (&raw)[2][4], Sums& sums, unsigned zero,
@@ -391,9 +392,9 @@ struct Affine {
   }
 };
 
-// The sum of one number over the halves, in order; `stride` words from half to half. The numbers may
-// still be on their way: each shares a word with the tag of its tile and launch, so whoever sees the
-// tag has the number, without a count of arrivals in between.
+// The sum of one number over the halves, in order; `stride` words from half to half. The numbers
+// may still be on their way: each shares a word with the tag of its tile and launch, so whoever
+// sees the tag has the number, without a count of arrivals in between.
 __device__ __forceinline__ float awaited_sum(const u64* at, int stride, unsigned tag) {
   float total = 0.f;
 #pragma unroll 1
@@ -421,9 +422,9 @@ __device__ __forceinline__ void put_tagged(u64* at, float value, unsigned tag) {
   store_relaxed(at, (u64)tag << 32 | __float_as_uint(value));
 }
 
-// Sums of a tile's UNITS units, added in order, into its half's words of the inbox: 16 rows of SUMS and
-// 16 squares of the collapsed rows, by `threads` threads, whole warps, of which the caller is number
-// `thread`.
+// Sums of a tile's UNITS units, added in order, into its half's words of the inbox: 16 rows of SUMS
+// places and 16 squares of the collapsed rows. By `threads` threads, whole warps, of which the
+// caller is number `thread`.
 template <int threads>
 __device__ __forceinline__ void send_sums(const float (*tables)[16][SUMS],
                                           const float (*collapsed)[16], u64* sums, u64* squares,
@@ -550,8 +551,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
                              threadIdx.x);
   if (warp == 2 * UNITS) {
     for (int t = half; t < 16 && first + t < tokens; t += HALVES)
-      finish_token(awaited_sum(sums + t * SUMS + min(lane, MIX), 16 * SUMS, tag), first + t, affine, pre,
-                   post, comb, matrix, iterations, norm_eps, eps);
+      finish_token(awaited_sum(sums + t * SUMS + min(lane, MIX), 16 * SUMS, tag), first + t, affine,
+                   pre, post, comb, matrix, iterations, norm_eps, eps);
   } else if (warp < UNITS) {
     float root[2];
 #pragma unroll
@@ -565,24 +566,25 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 // ---- large launches ---------------------------------------------------------------------------
 
 // Block b keeps half b % HALVES of fn in shared memory. It has SETS sets of warps; each walks over
-// tiles of 16 tokens, all sets of the launch with the same half together taking every tile once. A
-// warp of a set takes one unit of the tile; one more makes coefficients.
+// tiles of 16 tokens, and the sets of all blocks with the same half together take every tile once.
+// A warp of a set takes one unit of the tile; one more makes coefficients.
 //
-// An SM must have some 30 kB under way at any time to use all of the memory: more than registers can
-// wait for. So a set copies two tiles ahead into shared memory, one stage a tile, and the copies go
-// on while it computes. They are whole pieces of rows, 64 UNITS bytes: memory answers slowly to
-// whoever asks for 64 bytes here and there. An earlier cut had warps that loaded 64 bytes of every
-// row into registers, unit after unit; it moved 1.7 TB/s at 4,096 tokens.
+// Some 30 kB must be under way to an SM at any time if memory is to be busy: more than registers
+// can wait for. So a set copies two tiles ahead into shared memory, a stage each, and copies go on
+// while it computes. They are pieces of 64 UNITS neighbouring bytes, and the blocks of a team ask
+// for the rest of the row at about the same time. (The cut before this one loaded 64 bytes of
+// every row into registers, unit after unit, and counted arrivals behind a fence: 1.7 TB/s at
+// 4,096 tokens.)
 //
-// Nobody waits for what other blocks do now: in its round r a set sends the sums of tile r, while its
-// last warp makes coefficients of tile r - 2 and adds the squares of tile r - 1, whose rows leave the
-// registers, normalised, in round r + 1.
-// trap: RING slots of sums are enough because a set sends sums of tile r behind its last warp, which
-// has seen everybody's of tile r - 2. They were sent in rounds r - 2, in front of which all last
-// warps were done with tile r - 5.
+// Nobody waits for what other blocks do now: in its round r a set sends the sums of tile r, while
+// its last warp makes coefficients of tile r - 2 and adds the squares of tile r - 1, whose rows
+// leave the registers, normalised, in round r + 1.
+// trap: RING places for sums are enough because a set sends sums of tile r behind its last warp,
+// which has seen everybody's of tile r - 2. They were sent in rounds r - 2, in front of which all
+// last warps were done with tile r - 5.
 //
-// inbox (walkers, RING, HALVES * 16 * (SUMS + 1)) and epochs (walkers, 2) as above, a walker being a
-// set of each half; the tag of a walker's tile is the number of tiles that it has ever had.
+// inbox (walkers, RING, HALVES * 16 * (SUMS + 1)) and epochs (walkers, 2) as above, a walker being
+// one set of each half; the tag of a tile is the number of tiles that its walker has ever had.
 constexpr int SETS = BF16_STORED ? 2 : 1;
 constexpr int STAGES = 2;  // tiles of a set in shared memory
 constexpr int RING = 5;
@@ -616,6 +618,7 @@ __device__ __forceinline__ void wait_for_stage() {  // all but the newest
 
 // Waits until `count` threads of the block have come to barrier `id`.
 __device__ __forceinline__ void meet(int id, int count) {
+  __syncwarp();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
@@ -640,9 +643,11 @@ struct InPlace {
     *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
 #else
 #pragma unroll
-    for (int i = 0; i < 2; ++i)
-      reinterpret_cast<float4*>(to)[i] = make_float4(low_bf16(w[2 * i]), high_bf16(w[2 * i]),
-                                                     low_bf16(w[2 * i + 1]), high_bf16(w[2 * i + 1]));
+    for (int i = 0; i < 2; ++i) {
+      unsigned a = w[2 * i], b = w[2 * i + 1];
+      reinterpret_cast<float4*>(to)[i] =
+          make_float4(low_bf16(a), high_bf16(a), low_bf16(b), high_bf16(b));
+    }
 #endif
   }
 };
@@ -755,7 +760,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       if (round >= 2) {
         const float* roots = desk.roots[round % 2] + lane / 4;
         float root[2] = {roots[0], roots[8]};
-        put_unit(raw[2], root, Place(walk.first(round - 2), tokens), c, weights_of_x + c - start, x);
+        Place p(walk.first(round - 2), tokens);
+        put_unit(raw[2], root, p, c, weights_of_x + c - start, x);
       }
       if (round < walk.rounds) {
         Place p(walk.first(round), tokens);
