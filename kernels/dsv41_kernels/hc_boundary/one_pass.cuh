@@ -5,7 +5,7 @@
 //
 //   unit   32 channels of 16 tokens, the work of a warp: two rows and 8 channels a lane
 //   half   UNITS units, whose sums are added in order;  D = 32 * UNITS * HALVES
-//   total  the HALVES sums in order, by one warp, when all blocks with these tokens have sent theirs
+//   total  the HALVES sums in order, by one warp, when all blocks have sent theirs
 //
 // New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
 // together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16,
