@@ -111,8 +111,8 @@ def test_plain_versions(cupy, version, tokens, s, width, numerics, stored):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("stored", ["float32", "bf16"])
-@pytest.mark.parametrize("width", [64, 320, 640, 4096, 5120])
-@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 64, WIDE, 137])
+@pytest.mark.parametrize("width", [64, 128, 192, 320, 640, 4096, 5120])
+@pytest.mark.parametrize("tokens", [1, 2, 15, 16, 17, 64, WIDE, 137, 1100])
 def test_one_pass_on_tensor_cores(cupy, tokens, width, stored):
     given = inputs(tokens, 4, width)
     check(on_gpu(cupy, given, OFFICIAL, stored, version="v4"), given, OFFICIAL)
@@ -138,7 +138,7 @@ def test_records_of_zeros_have_the_smallest_scale(cupy):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("version", ["v1", "v2", "v3", "v4"])
+@pytest.mark.parametrize("version", ["v1", "v2", "v3", "v4", None])
 def test_a_token_alone_has_the_bits_it_has_in_a_batch(cupy, version):
     """v4 runs another kernel for one token than for thousands; the cut of the sums is the same."""
     given = inputs(1000, 4, 5120)
@@ -209,13 +209,16 @@ def test_wrapper_returns_the_shapes_of_the_definition(fake_cuda, version, fp8, s
 
 def test_a_launch_never_has_more_blocks_than_processors(fake_cuda):  # noqa: F811
     """Blocks of v4 wait for one another, so all of them must run at once."""
-    for tokens in (1, 64, 65, 4096):
-        rows = (4, 5120), (5120,), (4,), (4,), (4, 4)
-        shapes = *((tokens, *row) for row in rows), (24, 4 * 5120), (24,), (3,), (5120,)
-        given = [np.zeros(shape, np.float32) for shape in shapes]
-        wrapper("hc_boundary")(*on_fake(given), CONFIG, OFFICIAL, version="v4")
+    for kind in (np.float32, np.uint16):
+        for tokens in (1, 64, 65, 4096):
+            rows = (4, 5120), (5120,), (4,), (4,), (4, 4)
+            shapes = *((tokens, *row) for row in rows), (24, 4 * 5120), (24,), (3,), (5120,)
+            given = [np.zeros(shape, np.float32) for shape in shapes]
+            given[:2] = [a.astype(kind) for a in given[:2]]
+            wrapper("hc_boundary")(*on_fake(given), CONFIG, OFFICIAL)
     found = [(name, blocks) for _, name, blocks, _, _ in fake_cuda]
-    assert found == [("thin", (32,)), ("thin", (128,)), ("wide", (32,)), ("wide", (128,))]
+    small, large = [("thin", (32,)), ("thin", (128,))], ("wide", (128,))
+    assert found == [*small, large, large, *small, ("wide", (96,)), large]
 
 
 def test_version_follows_sizes_and_numerics(fake_cuda):  # noqa: F811
@@ -226,7 +229,9 @@ def test_version_follows_sizes_and_numerics(fake_cuda):  # noqa: F811
         (4, 96, OFFICIAL),
     ]:
         wrapper("hc_boundary")(*on_fake(inputs(2, s, width)), CONFIG, numerics)
-    assert [launch[1] for launch in fake_cuda] == ["thin", "boundary", "boundary", "boundary"]
+    wrapper("hc_boundary")(*on_fake(inputs(1100, 4, 64)), CONFIG, OFFICIAL)
+    names = [launch[1] for launch in fake_cuda]
+    assert names == ["thin", "boundary", "boundary", "boundary", "wide"]
 
 
 def test_wrapper_names_the_argument_that_is_wrong(fake_cuda):  # noqa: F811

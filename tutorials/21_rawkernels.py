@@ -330,20 +330,18 @@ def constant(name):
 
 
 fn_bytes = 4 * 24 * n * d
-TEAMS = 132 // 16  # v4 has a block for each of the H200's 132 SMs, over 16 slices of fn
+TEAMS = 132 // 32  # v4 has a block for each of the H200's 132 SMs, over 32 parts of fn
 per_token = {
     "v3": fn_bytes / constant("ROWS"),
     "v4, 64 tokens": fn_bytes / 16,  # a block: 16 tokens, a part of the channels
-    "v4, 4,096 tokens": TEAMS * fn_bytes / 4096,  # a slice stays in a block's shared memory
+    "v4, 4,096 tokens": TEAMS * fn_bytes / 4096,  # a part stays in a block's shared memory
 }
 print(f"fn: {fn_bytes / 1e6:.2f} MB; streams, y and x: {2 * counted['v3'] / 1e3:.1f} kB a token")
 for name, amount in per_token.items():
     print(f"{name:18} reads {amount / 1e3:6.1f} kB of fn a token from L2")
 assert ladder["v3"][3]["fn"] * 4 / T == per_token["v3"], "the count of v3's block of four tokens"
 assert per_token["v3"] > 4 * 2 * counted["v3"], "almost five times the streams, from L2"
-print(
-    f"v4 also parks {26 * 4 * 32 / 1e3:.1f} kB of sums and {2 * d / 1e3:.1f} kB of x a token in L2"
-)
+print(f"v4 also parks {26 * 8 * 32 / 1e3:.1f} kB of sums a token in L2")
 
 with figure("Bytes a token: v3 is at the floor of memory, v4 spares L2 as well") as ax:
     names = ("v1", "v2", "v3", "v4")
@@ -422,8 +420,8 @@ close("number l went to lane 31 - l", wrong[::-1], right, within=1e-2)
 #
 # v4 cuts the channels: 32 *halves* of 160, each summed by another block. Blocks finish in any
 # order. Adding to one number as they come (an atomic addition) is easy, and runs differ in their
-# bits. So every half leaves its sum in a place of its own, and counts itself in. Whoever waits for
-# the count adds 32 numbers, in order of the place.
+# bits. So every half leaves its sum in a place of its own, beside the number of the launch. Whoever
+# waits until all places have that number adds 32 sums, in order of the place.
 
 # %%
 rng = np.random.default_rng(4)
@@ -556,8 +554,7 @@ from importlib.metadata import version as installed
 
 from dsv41_kernels import nvrtc
 
-block = {"boundary": 256, "enter": 256, "normalise": 256, "thin": 32 * 6}
-block["wide"] = 32 * constant("WARPS")
+block = {"boundary": 256, "enter": 256, "normalise": 256, "thin": 32 * 11, "wide": 32 * 12}
 if nvrtc.available():
     arch, macros = builds("hc_boundary")[0]
     for k in nvrtc.usage("hc_boundary", arch, macros):

@@ -1,8 +1,7 @@
 """The boundary between two sublayers on a GPU; the contract is dsv41.mhc.hc_boundary's docstring.
 
 Streams, y and x may also be uint16 arrays of bf16 bits, as the released code keeps them. `version`
-is one of kernel.cu's; by default v4 where one block per half and 16 tokens fit on the GPU at once
-and the sizes and the type allow it, else v3.
+is one of kernel.cu's; by default v4 where the sizes and the type allow it, else v3.
 """
 
 import functools
@@ -17,10 +16,15 @@ from ..launch import grid, kernel
 
 PIECE, SUMS, TOKENS = 512, 32, 16  # of hc_coefficients/kernel.cu
 ROWS, THREADS = 4, 256  # of kernel.cu
-GROUP, RING, WARPS = 64, 4, 8  # of one_pass.cuh
+TILE, RING, STAGES = 16, 5, 2  # of one_pass.cuh
 UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory, split into bf16
 UNIT_NUMBERS = 4 * 3 * 2 * 32 * 16  # and as float32
 VERSIONS = ("v1", "v2", "v3", "v4")
+TRIALS = {  # of v4's large launches, until they are measured
+    "v4 256B": {"LINE": 256},
+    "v4 staged": {"STAGED": 1},
+    "v4 staged 256B": {"STAGED": 1, "LINE": 256},
+}
 NAMES = ("streams", "y", "pre", "post", "comb", "fn", "base", "scale", "norm")
 
 
@@ -41,7 +45,9 @@ def prepare(old, new, config, numerics, fp8=False, version=None):
     old, new = _checked(old, new)
     tokens, s, width = old[0].shape
     best = fastest(old[0], numerics)
-    version = version or (best if small(old[0]) else "v3")  # v4 in a large launch: only by name
+    version = version or best
+    trial = TRIALS.get(version, {})
+    version = "v4" if trial else version
     if version not in VERSIONS:
         raise ValueError(f"version: expected one of {', '.join(VERSIONS)}, got {version!r}")
     if version == "v4" and best != "v4":
@@ -52,7 +58,7 @@ def prepare(old, new, config, numerics, fp8=False, version=None):
     x = cupy.empty((tokens, record), cupy.uint8) if fp8 else cupy.empty((tokens, width), kind)
     mixing = tuple(cupy.empty_like(part) for part in old[2:])
     out = cupy.empty_like(old[0]), x, *mixing
-    macros = {"S": s, "ROUND": int(numerics.bf16), "BF16_STORED": int(kind == np.uint16)}
+    macros = {"S": s, "ROUND": int(numerics.bf16), "BF16_STORED": int(kind == np.uint16), **trial}
     plan = _VERSIONS[version]
     return out, plan(old, new, out, config, macros, int(fp8)) if tokens else []
 
@@ -73,7 +79,7 @@ def fastest(streams, numerics):
     """v4 needs four streams of bf16 numbers, however stored, and a width that it can cut."""
     _, s, width = streams.shape
     bf16, cut = numerics.bf16 or streams.dtype == np.uint16, units(width)
-    fits = s == 4 and cut is not None and cut[1] // 2 <= processors()
+    fits = s == 4 and cut is not None and cut[1] <= processors()
     return "v4" if fits and bf16 else "v3"
 
 
@@ -81,7 +87,7 @@ def small(streams):
     """Does v4 take these rows with one block for every half and 16 tokens, all at once?"""
     tokens, _, width = streams.shape
     cut = units(width)
-    return cut is not None and -(-tokens // 16) * cut[1] <= processors()
+    return cut is not None and -(-tokens // TILE) * cut[1] <= processors()
 
 
 def units(width):
@@ -170,7 +176,7 @@ def _v4(old, new, out, config, macros, fp8):
 
 
 def _thin(arguments, tokens, count, halves, config, macros):
-    tiles = -(-tokens // 16)
+    tiles = -(-tokens // TILE)
     shared = count * (UNIT_BYTES + UNIT_NUMBERS + 4 * (16 * (SUMS + 1 + 4 * 8) + 32)) + 4 * 20
     arguments = (*arguments, *inbox(halves), np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "thin", shared=shared, **macros)
@@ -178,40 +184,32 @@ def _thin(arguments, tokens, count, halves, config, macros):
 
 
 def _wide(arguments, tokens, count, halves, config, macros):
-    groups, slices = -(-tokens // GROUP), halves // 2
-    teams = min(groups, processors() // slices)
-    sums = cupy.empty((teams, RING, halves, GROUP, SUMS), cupy.float32)
-    squares = cupy.empty((teams, RING, halves, GROUP), cupy.float32)
-    collapsed = cupy.empty((teams * slices, 2, WARPS, count, 2, 32, 4), cupy.uint32)
-    shared = 2 * count * UNIT_BYTES + 4 * (WARPS * (4 * 16 * 8 + 16) + 2 * count * 32)
-    scratch = sums, squares, collapsed, counters(groups)
+    sets, tiles = sets_of(arguments[0]), -(-tokens // TILE)
+    teams = min(-(-tiles // sets), processors() // halves)
+    desk = STAGES * 5 * 16 * 32 * (count | 1) * arguments[0].itemsize
+    desk += 4 * (count * 16 * (SUMS + 1) + 2 * 4 * 16 * 8 + 2 * 16 + 16 + 4)
+    shared = count * (UNIT_BYTES + 4 * 32) + sets * desk
+    scratch = inbox(halves, RING, sets)
     arguments = (*arguments, *scratch, np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "wide", shared=shared, **macros)
-    return run, (teams * slices,), (32 * WARPS,), arguments, shared
+    return run, (teams * halves,), (32 * sets * (count + 1),), arguments, shared
+
+
+def sets_of(streams):
+    """Sets of warps of a block of `wide`: as many as have room for their stages."""
+    return 2 if streams.dtype == np.uint16 else 1
 
 
 _VERSIONS = dict(zip(VERSIONS, (_v1, _v2, _v3, _v4), strict=True))
-_counters, _inboxes = {}, {}
+_inboxes = {}
 
 
-def inbox(halves):
-    """Words and epochs of small launches, each with another tag, so nobody clears them; arrays a
-    device, stream and cut.
+def inbox(halves, ring=1, sets=1):
+    """Words and epochs of launches, each with another tag, so nobody clears them; arrays a device,
+    stream and cut.
     """
-    key = *_place(), halves
+    key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr, halves, ring, sets
     if key not in _inboxes:
-        words = cupy.zeros(processors() * 16 * (SUMS + 1), cupy.uint64)
-        _inboxes[key] = words, cupy.zeros(2 * processors(), cupy.uint32)
+        words = cupy.zeros(processors() * ring * sets * 16 * (SUMS + 1), cupy.uint64)
+        _inboxes[key] = words, cupy.zeros(2 * processors() * sets, cupy.uint32)
     return _inboxes[key]
-
-
-def _place():
-    return cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
-
-
-def counters(groups):
-    """Two zeros a group, which every launch leaves as zeros again; an array a device and stream."""
-    key = _place()
-    if key not in _counters or len(_counters[key]) < 2 * groups:
-        _counters[key] = cupy.zeros(max(4 * groups, 1024), cupy.uint32)
-    return _counters[key]

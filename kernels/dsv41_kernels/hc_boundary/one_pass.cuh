@@ -5,31 +5,25 @@
 //
 //   unit   32 channels of 16 tokens, the work of a warp: two rows and 8 channels a lane
 //   half   UNITS units, whose sums are added in order;  D = 32 * UNITS * HALVES
-//   total  the HALVES sums in order, by one warp, when all blocks of a token group have left theirs
+//   total  the HALVES sums in order, by one warp, when all blocks have sent theirs
 //
 // New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
 // together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16,
 // then its sums are added in float32: the tensor core's own rounding never runs over more than 64.
 //
-// The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, one block a
-// half and 16 tokens) and in a large one (`wide`, one block a slice of two halves, walking over
-// groups of 64 tokens). Blocks wait for one another, so a launch never has more of them than there
+// The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, a block
+// takes one half of 16 tokens) and in a large one (`wide`, a block keeps one half and walks over
+// tiles of 16 tokens). Blocks wait for one another, so a launch never has more of them than there
 // are SMs, an SM takes any of them, and whoever waits too long stops the launch with an error.
 //
-// Bytes a token, bf16: 20 D through memory; 108 * HALVES of sums and 4 D of the collapsed row stay in
-// L2. fn, 384 D bytes, is read for every 16 tokens (thin) or once a launch and team (wide), where v3
-// reads it for every 4 tokens.
+// Bytes a token, bf16: 20 D through memory; 208 * HALVES of sums stay in L2. fn, 384 D bytes, is
+// read for every 16 tokens (thin) or once a launch and team (wide), where v3 reads it for every 4.
 #pragma once
 #include "../tensor.cuh"
 
 constexpr int WIDTH = 32 * UNITS * HALVES;
-constexpr int SLICES = HALVES / 2;
 constexpr int PARTS = 3;   // bf16 summands of a number of fn
 constexpr int TILES = 3;   // MIX = 24 outputs in tiles of 8
-constexpr int GROUP = 64;  // tokens of a wide block's round
-constexpr bool AHEAD = BF16_STORED;  // registers are enough to load the next unit during this one
-constexpr int RING = 4;    // rounds whose sums may be in use at once
-constexpr int WARPS = 8;   // of a wide block: 4 token tiles x 2 halves
 
 __device__ __forceinline__ float reciprocal_root(float square, float eps) {
   return 1.f / sqrtf(square / WIDTH + eps);
@@ -54,6 +48,9 @@ struct Eight {
   __device__ __forceinline__ void get(const Stored* at) {
     raw = __ldcs(reinterpret_cast<const uint4*>(at));
   }
+  __device__ __forceinline__ void take(const Stored* shared) {
+    raw = *reinterpret_cast<const uint4*>(shared);
+  }
   __device__ __forceinline__ unsigned word(int i) const {
     return i == 0 ? raw.x : i == 1 ? raw.y : i == 2 ? raw.z : raw.w;
   }
@@ -64,6 +61,10 @@ struct Eight {
   __device__ __forceinline__ void get(const Stored* at) {
     raw[0] = __ldcs(reinterpret_cast<const float4*>(at));
     raw[1] = __ldcs(reinterpret_cast<const float4*>(at) + 1);
+  }
+  __device__ __forceinline__ void take(const Stored* shared) {
+    raw[0] = reinterpret_cast<const float4*>(shared)[0];
+    raw[1] = reinterpret_cast<const float4*>(shared)[1];
   }
   __device__ __forceinline__ float low(int i) const { return i % 2 ? raw[i / 2].z : raw[i / 2].x; }
   __device__ __forceinline__ float high(int i) const { return i % 2 ? raw[i / 2].w : raw[i / 2].y; }
@@ -83,51 +84,50 @@ __device__ __forceinline__ void put_eight(Stored* at, const unsigned (&w)[4]) {
 #endif
 }
 
-// The lane's place in a tile of 16 tokens: rows g and g + 8, channels 8 q .. 8 q + 7 of a unit. A
-// row behind the last token is read as the last one, and not written.
+// The lane's place in the 16 tokens from `tile` on: rows g and g + 8, channels 8 q .. 8 q + 7 of a
+// unit. A row behind the last token is read as the last one, and not written. `step` is a row's
+// distance to the tile, as an int: 64 bits are for the tile alone.
 struct Place {
-  long long first, last;
+  long long tile;
+  int mine, last;
   __device__ __forceinline__ Place(long long tile, long long tokens)
-      : first(tile + threadIdx.x % 32 / 4), last(tokens - 1) {}
-  __device__ __forceinline__ long long row(int r) const { return min(first + 8 * r, last); }
-  __device__ __forceinline__ bool valid(int r) const { return first + 8 * r <= last; }
+      : tile(tile), mine(threadIdx.x % 32 / 4), last((int)min(tokens - tile, 16ll) - 1) {}
+  __device__ __forceinline__ int step(int r) const { return min(mine + 8 * r, last); }
+  __device__ __forceinline__ bool valid(int r) const { return mine + 8 * r <= last; }
 };
 
-// Where the lane reads its next unit, and where it writes: pointers that step by 32 channels, so
-// that a unit's addresses are constants behind them.
-struct Reads {
-  const Stored *streams[2], *y[2];
-  __device__ __forceinline__ void begin(const Stored* x, const Stored* more, const Place& p,
-                                        int c) {
-#pragma unroll
-    for (int r = 0; r < 2; ++r) {
-      streams[r] = x + p.row(r) * S * WIDTH + c;
-      y[r] = more + p.row(r) * WIDTH + c;
-    }
-  }
-  __device__ __forceinline__ void step() {
-    streams[0] += 32, streams[1] += 32, y[0] += 32, y[1] += 32;
-  }
-};
-
+// Where the lane writes the new streams: into memory.
 struct Writes {
   Stored* out[2];
   bool valid[2];
   __device__ __forceinline__ Writes(Stored* to, const Place& p, int c) {
 #pragma unroll
-    for (int r = 0; r < 2; ++r) out[r] = to + p.row(r) * S * WIDTH + c, valid[r] = p.valid(r);
+    for (int r = 0; r < 2; ++r) {
+      out[r] = to + (p.tile * (S * WIDTH) + c) + p.step(r) * (S * WIDTH);
+      valid[r] = p.valid(r);
+    }
   }
-  __device__ __forceinline__ void step() { out[0] += 32, out[1] += 32; }
+  __device__ __forceinline__ void put(int r, int k, const unsigned (&w)[4]) const {
+    if (valid[r]) put_eight(out[r] + k * WIDTH, w);
+  }
 };
 
-// What a unit reads.
-struct Inputs {
-  Eight x[2][S], y[2];
-  __device__ __forceinline__ void get(const Reads& from, int r) {
-    y[r].get(from.y[r]);
+// What the lane's row r of a unit reads: eight channels of every stream and of y.
+struct Row {
+  Eight x[S], y;
+};
+
+// In registers, from memory.
+struct Held {
+  Row rows[2];
+  __device__ __forceinline__ void get(const Stored* streams, const Stored* more, const Place& p,
+                                      int c, int r) {
+    long long row = p.tile + p.step(r);
+    rows[r].y.get(more + row * WIDTH + c);
 #pragma unroll
-    for (int j = 0; j < S; ++j) x[r][j].get(from.streams[r] + j * WIDTH);
+    for (int j = 0; j < S; ++j) rows[r].x[j].get(streams + (row * S + j) * WIDTH + c);
   }
+  __device__ __forceinline__ const Row& row(int r) const { return rows[r]; }
 };
 
 // What one row needs for stream k: column k of comb, post[k] and pre[k].
@@ -148,7 +148,7 @@ struct Rows {
   // Two lanes a token: streams 2 h and 2 h + 1 of pre and post, those rows of comb.
   __device__ __forceinline__ void fetch(Mixing<const float> from, const Place& p) const {
     int lane = threadIdx.x % 32, h = lane % 2 * 2;
-    long long t = min(p.first - lane / 4 + lane / 2, p.last);
+    long long t = p.tile + min(lane / 2, p.last);
     float* to = table + lane / 2 * 8;
     __syncwarp();  // all lanes have read what lies there
 #pragma unroll
@@ -166,7 +166,7 @@ struct Rows {
   }
 };
 
-// Sums of a tile: 24 dot products in the layout of the tensor core, squares of the new streams and
+// Sums of a unit: 24 dot products in the layout of the tensor core, squares of the new streams and
 // of the collapsed row by lane.
 struct Sums {
   float dot[TILES][4], square[2], collapsed[2];
@@ -214,8 +214,8 @@ __device__ __forceinline__ void put_fn(const float* fn, int start, uint4* fragme
   }
 }
 
-// The same of one unit by one warp. The numbers come through `raw` in shared memory: all are on their
-// way at once, for which a lane has no registers.
+// The same of one unit by one warp. The numbers come through `raw` in shared memory: all are on
+// their way at once, for which a lane has no registers.
 __device__ __forceinline__ void put_unit_of_fn(const float* fn, int start, float4* raw,
                                                uint4* fragments) {
   int lane = threadIdx.x % 32, row = lane / 4;
@@ -248,20 +248,20 @@ constexpr int UNIT_FRAGMENTS = S * TILES * PARTS * 32;  // uint4 of a unit of fn
 constexpr int UNIT_NUMBERS = S * TILES * 2 * 32;        // float4 of it as it is in memory
 
 // One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
-// weights(k, j, parts) gives the lane's share of stream k and tile j; done(r) is called when the
-// inputs of row r are not needed any more, begin() before the first of weights. zero is a 0 that
-// the compiler does not know. With `half_full` the second eight rows do not exist.
-template <class Weights, class Done, class Begin>
-__device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Writes& to,
+// in.row(r) gives row r, to.put(r, k, words) takes stream k of it; `fragments` are the unit's of
+// fn, begin() is called before their first use. zero is a 0 that the compiler does not know. With
+// `half_full` the second eight rows do not exist.
+template <class Inputs, class Outputs, class Begin>
+__device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const Outputs& to,
                                      unsigned (&raw)[2][4], Sums& sums, unsigned zero,
-                                     const Weights& weights, const Done& done, const Begin& begin,
-                                     bool half_full) {
+                                     const uint4* fragments, const Begin& begin, bool half_full) {
   // row by row, so that only one row's inputs are unpacked at a time
   unsigned operand[S][2][4] = {};  // [stream][k-step], in the order of the tensor core
 #pragma unroll
   for (int r = 0; r < 2; ++r) {
     if (r == 1 && half_full) break;
     float x[8] = {}, square = 0.f, collapsed = 0.f;
+    const Row old = in.row(r);
 #pragma unroll
     for (int k = 0; k < S; ++k) {
       Column a = rows.column(r, k);
@@ -271,11 +271,11 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
         float low = 0.f, high = 0.f;
 #pragma unroll
         for (int j = 0; j < S; ++j) {
-          low = __fmaf_rn(a.comb[j], in.x[r][j].low(i), low);
-          high = __fmaf_rn(a.comb[j], in.x[r][j].high(i), high);
+          low = __fmaf_rn(a.comb[j], old.x[j].low(i), low);
+          high = __fmaf_rn(a.comb[j], old.x[j].high(i), high);
         }
-        low = __fadd_rn(__fmul_rn(a.post, in.y[r].low(i)), low);
-        high = __fadd_rn(__fmul_rn(a.post, in.y[r].high(i)), high);
+        low = __fadd_rn(__fmul_rn(a.post, old.y.low(i)), low);
+        high = __fadd_rn(__fmul_rn(a.post, old.y.high(i)), high);
         now[i] = bf16_pair(low, high);
         // trap: stored words and operands want different neighbours among the registers; without
         // this the compiler copies the operands before every product
@@ -286,9 +286,8 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
         square = __fmaf_rn(low, low, square);
         square = __fmaf_rn(high, high, square);
       }
-      if (to.valid[r]) put_eight(to.out[r] + k * WIDTH, now);
+      to.put(r, k, now);
     }
-    done(r);
     __syncwarp();
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
@@ -302,8 +301,8 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
       square += __shfl_xor_sync(~0u, square, step);
       collapsed += __shfl_xor_sync(~0u, collapsed, step);
     }
-    sums.square[r] += square;
-    sums.collapsed[r] += collapsed;
+    sums.square[r] = square;
+    sums.collapsed[r] = collapsed;
   }
   begin();
   float dot[2][TILES][4] = {};  // two chains of products a tile: one alone would wait for itself
@@ -312,7 +311,7 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
 #pragma unroll
     for (int j = 0; j < TILES; ++j) {
       uint4 b[PARTS];
-      weights(k, j, b);
+      take_fn(fragments, k, j, b);
 #pragma unroll
       for (int s = 0; s < PARTS; ++s) {
         mma(dot[0][j], operand[k][0], b[s].x, b[s].y);
@@ -322,10 +321,10 @@ __device__ __forceinline__ void unit(const Inputs& in, const Rows& rows, const W
 #pragma unroll
   for (int j = 0; j < TILES; ++j)
 #pragma unroll
-    for (int i = 0; i < 4; ++i) sums.dot[j][i] += dot[0][j][i] + dot[1][j][i];
+    for (int i = 0; i < 4; ++i) sums.dot[j][i] = dot[0][j][i] + dot[1][j][i];
 }
 
-// The sums of a tile into rows of SUMS numbers (row t of `table`) and `squares`[t], t < 16.
+// The sums of a unit into rows of SUMS numbers (row t of `table`) and `squares`[t], t < 16.
 __device__ __forceinline__ void put_sums(const Sums& sums, float* table, float* squares) {
   int lane = threadIdx.x % 32, q = lane % 4;
 #pragma unroll
@@ -363,14 +362,16 @@ __device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const floa
     if (!p.valid(r)) continue;
     unsigned scale = fp8_scale(amax);
     float inverse = fp8_inverse(scale);
-    unsigned char* record = static_cast<unsigned char*>(x) + p.row(r) * (WIDTH + WIDTH / 32);
+    unsigned char* record = static_cast<unsigned char*>(x) + p.tile * (WIDTH + WIDTH / 32) +
+                            p.step(r) * (WIDTH + WIDTH / 32);
 #pragma unroll
     for (int i = 0; i < 4; ++i)  // records are even, not always a multiple of 8
       reinterpret_cast<unsigned short*>(record + c)[i] =
           e4m3x2(low_bf16(w[i]) * inverse, high_bf16(w[i]) * inverse);
     if (threadIdx.x % 4 == 0) record[WIDTH + c / 32] = scale;
 #else
-    if (p.valid(r)) put_eight(static_cast<Stored*>(x) + p.row(r) * WIDTH + c, w);
+    if (p.valid(r))
+      put_eight(static_cast<Stored*>(x) + (p.tile * WIDTH + c) + p.step(r) * WIDTH, w);
 #endif
   }
 }
@@ -380,22 +381,6 @@ __device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const floa
 // trap: a block that never starts would be waited for for ever; some seconds are enough for all
 // that run, and an error says more than a GPU that does not come back.
 constexpr unsigned PATIENCE = 1u << 24;
-
-// The sum of one number over the halves, in order; `stride` floats from half to half, `batch` loads
-// in flight.
-template <int batch>
-__device__ __forceinline__ float ordered_sum(const float* at, int stride) {
-  float total = 0.f;
-#pragma unroll 1
-  for (int h = 0; h < HALVES; h += batch) {
-    float part[batch];
-#pragma unroll
-    for (int i = 0; i < batch; ++i) part[i] = h + i < HALVES ? __ldcg(at + (h + i) * stride) : 0.f;
-#pragma unroll
-    for (int i = 0; i < batch; ++i) total += part[i];
-  }
-  return total;
-}
 
 // The lane's number of base and its set's scale. Read at the start: behind the wait for the sums it
 // would cost a trip to memory.
@@ -407,8 +392,9 @@ struct Affine {
   }
 };
 
-// The same sum of numbers that may still be on their way: each shares a word with the tag of its
-// launch, so whoever sees the tag has the number, without a count of arrivals in between.
+// The sum of one number over the halves, in order; `stride` words from half to half. The numbers
+// may still be on their way: each shares a word with the tag of its tile and launch, so whoever
+// sees the tag has the number, without a count of arrivals in between.
 __device__ __forceinline__ float awaited_sum(const u64* at, int stride, unsigned tag) {
   float total = 0.f;
 #pragma unroll 1
@@ -434,6 +420,30 @@ __device__ __forceinline__ float awaited_sum(const u64* at, int stride, unsigned
 
 __device__ __forceinline__ void put_tagged(u64* at, float value, unsigned tag) {
   store_relaxed(at, (u64)tag << 32 | __float_as_uint(value));
+}
+
+// Sums of a tile's UNITS units, added in order, into its half's words of the inbox: 16 rows of SUMS
+// places and 16 squares of the collapsed rows. By `threads` threads, whole warps, of which the
+// caller is number `thread`.
+template <int threads>
+__device__ __forceinline__ void send_sums(const float (*tables)[16][SUMS],
+                                          const float (*collapsed)[16], u64* sums, u64* squares,
+                                          unsigned tag, int thread) {
+  const float* from = &tables[0][0][0] + thread;
+#pragma unroll
+  for (int n = 0; n < 16 * SUMS; n += threads) {
+    float total = 0.f;
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u)
+      if (n + threads <= 16 * SUMS || thread < 16 * SUMS - n) total += from[n + u * 16 * SUMS];
+    if (thread % SUMS <= MIX && thread < 16 * SUMS - n) put_tagged(sums + thread + n, total, tag);
+  }
+  if (thread < 16) {
+    float total = 0.f;
+#pragma unroll
+    for (int u = 0; u < UNITS; ++u) total += collapsed[u][thread];
+    put_tagged(squares + thread, total, tag);
+  }
 }
 
 // One token, a lane a number: pre and post leave at once; the softmax rows of comb, plus eps, wait
@@ -476,30 +486,6 @@ __device__ __forceinline__ void finish_token(float total, long long t, const Aff
   __syncwarp();
 }
 
-// ---- arrival of blocks, in large launches -----------------------------------------------------
-
-// Counts the calling warp, whose writes are visible to whoever sees the count.
-__device__ __forceinline__ void arrive(unsigned* count) {
-  __syncwarp();
-  if (threadIdx.x % 32 == 0) add_release(count, 1);
-}
-
-__device__ __forceinline__ void await(const unsigned* count, unsigned all) {
-  if (threadIdx.x % 32 == 0)
-    for (unsigned looks = 0; load_acquire(count) < all; ++looks) {
-      if (looks == PATIENCE) __trap();
-      __nanosleep(20);
-    }
-  __syncwarp();
-}
-
-// The last warp that has waited puts both counters back to zero, for the next launch.
-__device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned all) {
-  if (threadIdx.x % 32 || atomicAdd(left, 1u) != all - 1) return;
-  *count = 0;
-  *left = 0;
-}
-
 // ---- small launches ---------------------------------------------------------------------------
 
 // A block takes one half of 16 tokens, two warps one unit: one updates the streams and multiplies,
@@ -535,17 +521,14 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   unsigned raw[2][4] = {};
   Affine affine(scale, base);
   if (warp < UNITS) {
-    Reads from;
-    Inputs in;
+    Held in;
     Rows rows = {copies + warp * S * 16 * 8};
-    from.begin(streams, y, p, c);
-    in.get(from, 0);
-    if (first + 8 < tokens) in.get(from, 1);
+    in.get(streams, y, p, c, 0);
+    if (first + 8 < tokens) in.get(streams, y, p, c, 1);
     rows.fetch({pre_in, post_in, comb_in}, p);
     rows.wait();
     Sums total = {};
-    auto weights = [&](int k, int j, uint4(&parts)[PARTS]) { take_fn(own, k, j, parts); };
-    unit(in, rows, Writes(out, p, c), raw, total, __float_as_uint(eps) >> 31, weights, [](int) {},
+    unit(in, rows, Writes(out, p, c), raw, total, __float_as_uint(eps) >> 31, own,
          [] { __syncthreads(); }, first + 8 >= tokens);
     put_sums(total, &tables[warp][0][0], collapsed[warp]);
   } else {
@@ -564,20 +547,12 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   }
   u64* sums = inbox + tile * (long long)(HALVES * 16 * (SUMS + 1));
   u64* squares = sums + HALVES * 16 * SUMS;
-  for (int i = threadIdx.x; i < 16 * SUMS; i += 32 * THIN_WARPS) {
-    float total = 0.f;
-    for (int u = 0; u < UNITS; ++u) total += i % SUMS <= MIX ? tables[u][i / SUMS][i % SUMS] : 0.f;
-    put_tagged(sums + half * 16 * SUMS + i, total, tag);
-  }
-  if (threadIdx.x < 16) {
-    float total = 0.f;
-    for (int u = 0; u < UNITS; ++u) total += collapsed[u][threadIdx.x];
-    put_tagged(squares + half * 16 + threadIdx.x, total, tag);
-  }
+  send_sums<32 * THIN_WARPS>(tables, collapsed, sums + half * 16 * SUMS, squares + half * 16, tag,
+                             threadIdx.x);
   if (warp == 2 * UNITS) {
     for (int t = half; t < 16 && first + t < tokens; t += HALVES)
-      finish_token(awaited_sum(sums + t * SUMS + lane, 16 * SUMS, tag), first + t, affine, pre,
-                   post, comb, matrix, iterations, norm_eps, eps);
+      finish_token(awaited_sum(sums + t * SUMS + min(lane, MIX), 16 * SUMS, tag), first + t, affine,
+                   pre, post, comb, matrix, iterations, norm_eps, eps);
   } else if (warp < UNITS) {
     float root[2];
 #pragma unroll
@@ -590,114 +565,258 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 
 // ---- large launches ---------------------------------------------------------------------------
 
-// Block b keeps slice b % SLICES of fn and walks over token groups b / SLICES, + teams, ...; a warp
-// takes 16 tokens of a group and one half of the slice. Warps never wait inside a group: a warp
-// leaves its sums, goes on to the next group, and only then finishes the last one, whose sums have
-// long arrived: it normalises its own collapsed rows and makes coefficients of some tokens.
+// Block b keeps half b % HALVES of fn in shared memory. It has SETS sets of warps; each walks over
+// tiles of 16 tokens, and the sets of all blocks with the same half together take every tile once.
+// A warp of a set takes one unit of the tile; one more makes coefficients.
 //
-// The eight warps may have 255 registers each. A ninth would leave 168 to all of them, and warps
-// that hand registers over wait for each other in a way that no emulation on a CPU can check.
+// Some 30 kB must be under way to an SM at any time if memory is to be busy: more than registers
+// can wait for. So a set copies two tiles ahead into shared memory, a stage each, and copies go on
+// while it computes. They are pieces of 64 UNITS neighbouring bytes, and the blocks of a team ask
+// for the rest of the row at about the same time. (The cut before this one loaded 64 bytes of
+// every row into registers, unit after unit, and counted arrivals behind a fence: 1.7 TB/s at
+// 4,096 tokens.)
 //
-// sums (teams, RING, HALVES, GROUP, SUMS), squares (teams, RING, HALVES, GROUP); collapsed
-// (blocks, 2, WARPS, UNITS, 2, 32) uint4: own rows of two rounds; counters (2, groups) are zero.
-constexpr int BATCH = BF16_STORED ? 32 : 16;  // loads in flight of a finishing warp
+// Nobody waits for what other blocks do now: in its round r a set sends the sums of tile r, while
+// its last warp makes coefficients of tile r - 2 and adds the squares of tile r - 1, whose rows
+// leave the registers, normalised, in round r + 1.
+// trap: RING places for sums are enough because a set sends sums of tile r behind its last warp,
+// which has seen everybody's of tile r - 2. They were sent in rounds r - 2, in front of which all
+// last warps were done with tile r - 5.
+//
+// inbox (walkers, RING, HALVES * 16 * (SUMS + 1)) and epochs (walkers, 2) as above, a walker being
+// one set of each half; the tag of a tile is the number of tiles that its walker has ever had.
+constexpr int SETS = BF16_STORED ? 2 : 1;
+constexpr int STAGES = 2;  // tiles of a set in shared memory
+constexpr int RING = 5;
+constexpr int SET_WARPS = UNITS + 1;
+constexpr int WIDE_WARPS = SETS * SET_WARPS;
+constexpr int CHUNK = 16 / sizeof(Stored);                 // numbers that one copy moves
+constexpr int PITCH = 32 * UNITS + (UNITS % 2 ? 0 : 32);   // of rows in a stage: no bank conflicts
+constexpr int STAGE = (S + 1) * 16 * PITCH;                // numbers: 16 rows a stream, then y
+constexpr int COPIES = 32 * UNITS / CHUNK;                 // of a row
+constexpr int COPY_ROWS = 32 * UNITS / COPIES;             // that a set copies at once
 
-extern "C" __global__ void __launch_bounds__(32 * WARPS, 1)
-wide(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
-     const float* comb_in, const float* fn, const float* base, const float* scale,
-     const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, float* sums,
-     float* squares, uint4* collapsed, unsigned* counters, long long tokens, int iterations,
-     float norm_eps, float eps) {
-  extern __shared__ uint4 memory[];
-  uint4* fragments = memory;
-  float* tables = reinterpret_cast<float*>(fragments + 2 * UNITS * UNIT_FRAGMENTS);
-  float* weights_of_x = tables + WARPS * S * 16 * 8;  // behind [WARPS] of S * 16 * 8
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  float* matrix = weights_of_x + 2 * UNITS * 32 + warp * S * S;  // [WARPS] of S * S
-  int slice = blockIdx.x % SLICES, team = blockIdx.x / SLICES, teams = gridDim.x / SLICES;
-  int groups = (int)((tokens + GROUP - 1) / GROUP), rounds = (groups - team + teams - 1) / teams;
-  int tile = warp % 4, part = warp / 4, start = slice * 2 * UNITS * 32;
-  int c = start + part * UNITS * 32 + lane % 4 * 8;
-  auto place = [&](int round) {
-    return Place((team + round * (long long)teams) * GROUP + tile * 16, tokens);
-  };
-  auto slot = [&](int round) {  // in tokens: of half 0 of the group's sums
-    return (team * RING + round % RING) * (long long)(HALVES * GROUP);
-  };
-  Rows rows = {tables + warp * S * 16 * 8};
-  Mixing<const float> old = {pre_in, post_in, comb_in};
-  Affine affine(scale, base);
-  Reads from;
-  Inputs in;
-  for (int i = threadIdx.x; i < MIX * S * 2 * UNITS; i += 32 * WARPS)  // lines of 128 bytes
-    prefetch(fn + i / (2 * UNITS) * WIDTH + start + i % (2 * UNITS) * 32);
-  from.begin(streams, y, place(0), c);
-  if (AHEAD) in.get(from, 0), in.get(from, 1);
-  rows.fetch(old, place(0));
-  put_fn<2 * UNITS, 32 * WARPS>(fn, start, fragments, threadIdx.x);
-  for (int i = threadIdx.x; i < 2 * UNITS * 32; i += 32 * WARPS) weights_of_x[i] = norm[start + i];
-  __syncthreads();
+// A copy of 16 bytes that takes its time; LINE is the part of memory that L2 should fetch with it.
+__device__ __forceinline__ void copy_stage(Stored* to, const Stored* from) {
+#ifdef LINE
+#if LINE == 256
+  asm volatile("cp.async.cg.shared.global.L2::256B [%0], [%1], 16;" ::"r"(shared_address(to)),
+               "l"(from) : "memory");
+#else
+  asm volatile("cp.async.cg.shared.global.L2::128B [%0], [%1], 16;" ::"r"(shared_address(to)),
+               "l"(from) : "memory");
+#endif
+#else
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(shared_address(to)), "l"(from)
+               : "memory");
+#endif
+}
+__device__ __forceinline__ void end_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+__device__ __forceinline__ void wait_for_stage() {  // all but the newest
+  asm volatile("cp.async.wait_group 1;" ::: "memory");
+}
 
-  unsigned zero = __float_as_uint(eps) >> 31;
-  const uint4* own = fragments + part * UNITS * UNIT_FRAGMENTS;
-  uint4* left = collapsed + (blockIdx.x * 2ll * WARPS + warp) * UNITS * 2 * 32 + lane;
-  constexpr long long NEXT = WARPS * UNITS * 2 * 32;  // from round to round
-  for (int round = 0; round <= rounds; ++round) {
-    if (round < rounds) {
-      Writes to(out, place(round), c);
-      rows.wait();
-      Sums total = {};
-#pragma unroll 1
-      for (int u = 0; u < UNITS; ++u) {
-        if (!AHEAD) in.get(from, 0), in.get(from, 1);
-        from.step();
-        bool more = u + 1 < UNITS || round + 1 < rounds;
-        if (u + 1 == UNITS && more) from.begin(streams, y, place(round + 1), c);
-        auto weights = [&](int k, int j, uint4(&parts)[PARTS]) {
-          take_fn(own + u * UNIT_FRAGMENTS, k, j, parts);
-        };
-        auto next = [&](int r) {  // a row's registers take the next unit's numbers at once
-          if (AHEAD && more) in.get(from, r);
-        };
-        unsigned raw[2][4];
-        unit(in, rows, to, raw, total, zero, weights, next, [] {}, false);
-        to.step();
+// Waits until `count` threads of the block have come to barrier `id`.
+__device__ __forceinline__ void meet(int id, int count) {
+  __syncwarp();
+  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+}
+
+// A tile in shared memory; `at` is where the lane's first row of stream 0 has its channels.
+struct Staged {
+  const Stored* at;
+  __device__ __forceinline__ Row row(int r) const {
+    Row out;
 #pragma unroll
-        for (int r = 0; r < 2; ++r)
-          left[round % 2 * NEXT + (u * 2 + r) * 32] =
-              make_uint4(raw[r][0], raw[r][1], raw[r][2], raw[r][3]);
-      }
-      long long at = slot(round) + (slice * 2 + part) * GROUP + tile * 16;
-      put_sums(total, sums + at * SUMS, squares + at);
-      arrive(counters + team + round * teams);
-      if (round + 1 < rounds) rows.fetch(old, place(round + 1));
+    for (int j = 0; j < S; ++j) out.x[j].take(at + (j * 16 + 8 * r) * PITCH);
+    out.y.take(at + (S * 16 + 8 * r) * PITCH);
+    return out;
+  }
+};
+
+// New streams in the place of the old ones, which nobody else needs.
+struct InPlace {
+  Stored* at;
+  __device__ __forceinline__ void put(int r, int k, const unsigned (&w)[4]) const {
+    Stored* to = at + (k * 16 + 8 * r) * PITCH;
+#if BF16_STORED
+    *reinterpret_cast<uint4*>(to) = make_uint4(w[0], w[1], w[2], w[3]);
+#else
+#pragma unroll
+    for (int i = 0; i < 2; ++i) {
+      unsigned a = w[2 * i], b = w[2 * i + 1];
+      reinterpret_cast<float4*>(to)[i] =
+          make_float4(low_bf16(a), high_bf16(a), low_bf16(b), high_bf16(b));
     }
-    if (round > 0) {
-      int last = round - 1, group = team + last * teams;
-      await(counters + group, SLICES * WARPS);
-      float root[2];
+#endif
+  }
+};
+
+// A thread's share of what a set copies: of every COPY_ROWS-th row 16 bytes, always the same ones.
+struct Copies {
+  const Stored *streams, *y;  // where the thread's channels of row 0 are
+  Stored* out;
+  long long tokens;
+  int row, at;  // its first row, and its channels' place in a row of a stage
+  __device__ __forceinline__ Copies(const Stored* streams, const Stored* y, Stored* out, int start,
+                                    long long tokens, int thread)
+      : streams(streams + start + thread % COPIES * CHUNK),
+        y(y + start + thread % COPIES * CHUNK), out(out + start + thread % COPIES * CHUNK),
+        tokens(tokens), row(thread / COPIES), at(row * PITCH + thread % COPIES * CHUNK) {}
+  // Starts the copies of the 16 tokens from `first` on.
+  __device__ __forceinline__ void fill(Stored* stage, long long first) const {
+    const Stored *x = streams + first * (S * WIDTH), *more = y + first * WIDTH;
+    int last = (int)min(tokens - first, 16ll) - 1;
 #pragma unroll
-      for (int r = 0; r < 2; ++r) {
-        const float* at = squares + slot(last) + tile * 16 + lane / 4 + 8 * r;
-        root[r] = reciprocal_root(ordered_sum<BATCH>(at, GROUP), norm_eps);
-      }
-#pragma unroll 1
-      for (int u = 0; u < UNITS; ++u) {
-        unsigned raw[2][4];
+    for (int n = 0; n < 16; n += COPY_ROWS) {
+      int token = min(row + n, last);
+      Stored* to = stage + at + n * PITCH;
 #pragma unroll
-        for (int r = 0; r < 2; ++r) {
-          uint4 four = left[last % 2 * NEXT + (u * 2 + r) * 32];
-          raw[r][0] = four.x, raw[r][1] = four.y, raw[r][2] = four.z, raw[r][3] = four.w;
-        }
-        put_unit(raw, root, place(last), c + u * 32, weights_of_x + c - start + u * 32, x);
-      }
-      // slice by slice, and a block's share in turn by its lower and its upper warps
-      long long first = group * (long long)GROUP;
-      for (int t = slice + (warp + 4 * round) % WARPS * SLICES; t < GROUP && first + t < tokens;
-           t += WARPS * SLICES)
-        finish_token(ordered_sum<BATCH>(sums + (slot(last) + t) * SUMS + lane, GROUP * SUMS),
-                     first + t, affine, pre, post, comb, matrix, iterations, norm_eps, eps);
-      leave(counters + group, counters + groups + group, SLICES * WARPS);
+      for (int j = 0; j < S; ++j)
+        copy_stage(to + j * 16 * PITCH, x + token * (S * WIDTH) + j * WIDTH);
+      copy_stage(to + S * 16 * PITCH, more + token * WIDTH);
     }
   }
+  // Writes the new streams from there, the thread's own share of the stage.
+  __device__ __forceinline__ void empty(const Stored* stage, long long first) const {
+    Stored* to = out + first * (S * WIDTH);
+#pragma unroll
+    for (int n = 0; n < 16; n += COPY_ROWS)
+      if (first + row + n < tokens)
+#pragma unroll
+        for (int j = 0; j < S; ++j)
+          __stcs(reinterpret_cast<uint4*>(to + (row + n) * (S * WIDTH) + j * WIDTH),
+                 *reinterpret_cast<const uint4*>(stage + at + (j * 16 + n) * PITCH));
+  }
+};
+
+// What a set has in shared memory.
+struct Desk {
+  Stored stages[STAGES][STAGE];
+  float tables[UNITS][16][SUMS], collapsed[UNITS][16];  // sums of units
+  float coefficients[2][S * 16 * 8];                    // of two tiles, as Rows wants them
+  float roots[2][16], matrix[S * S];
+  unsigned epoch, padding[3];
+};
+
+// A set's way over the tiles.
+struct Walk {
+  long long start, step;
+  int rounds;
+  __device__ __forceinline__ Walk(int walker, int walkers, long long tokens)
+      : start(walker * 16ll), step(walkers * 16ll),
+        rounds((int)(((tokens + 15) / 16 - walker + walkers - 1) / walkers)) {}
+  __device__ __forceinline__ long long first(int round) const { return start + round * step; }
+};
+
+extern "C" __global__ void __launch_bounds__(32 * WIDE_WARPS, 1)
+wide(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
+     const float* comb_in, const float* fn, const float* base, const float* scale,
+     const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, u64* inbox,
+     unsigned* epochs, long long tokens, int iterations, float norm_eps, float eps) {
+  extern __shared__ uint4 memory[];
+  uint4* fragments = memory;  // [UNITS]
+  Desk* desks = reinterpret_cast<Desk*>(fragments + UNITS * UNIT_FRAGMENTS);  // [SETS]
+  float* weights_of_x = reinterpret_cast<float*>(desks + SETS);               // [UNITS * 32]
+  int lane = threadIdx.x % 32, set = threadIdx.x / 32 / SET_WARPS;
+  int part = threadIdx.x / 32 % SET_WARPS, thread = part * 32 + lane;
+  int half = blockIdx.x % HALVES, walker = blockIdx.x / HALVES * SETS + set;
+  int start = half * UNITS * 32, c = start + part * 32 + lane % 4 * 8;
+  Walk walk(walker, gridDim.x / HALVES * SETS, tokens);
+  Desk& desk = desks[set];
+  Copies copies(streams, y, out, start, tokens, thread);
+  Mixing<const float> old = {pre_in, post_in, comb_in};
+  if (part < UNITS) {
+    constexpr int THREADS_OF_FN = SETS * UNITS * 32;
+    int number = set * UNITS * 32 + thread;
+    for (int i = number; i < MIX * S * UNITS; i += THREADS_OF_FN)  // lines of 128 bytes
+      prefetch(fn + i / UNITS * WIDTH + start + i % UNITS * 32);
+    if (walk.rounds > 0) copies.fill(desk.stages[0], walk.first(0));
+    end_stage();
+    put_fn<UNITS, THREADS_OF_FN>(fn, start, fragments, number);
+    if (walk.rounds > 1) copies.fill(desk.stages[1], walk.first(1));
+    end_stage();
+  } else {
+    if (walk.rounds > 0) {
+      Rows{desk.coefficients[0]}.fetch(old, Place(walk.first(0), tokens));
+      if (lane == 0) desk.epoch = __ldcg(epochs + 2 * walker);
+    }
+    for (int i = lane + 32 * set; i < UNITS * 32; i += 32 * SETS) weights_of_x[i] = norm[start + i];
+  }
+  __syncthreads();
+  if (walk.rounds <= 0) return;
+
+  unsigned tag = desk.epoch + 1;  // of round 0
+  auto slot = [&](int round) {
+    return inbox + (walker * RING + round % RING) * (long long)(HALVES * 16 * (SUMS + 1));
+  };
+  constexpr int SQUARES = HALVES * 16 * SUMS;  // behind the sums of a slot
+  if (part < UNITS) {
+    unsigned zero = __float_as_uint(eps) >> 31, raw[3][2][4] = {};  // of this tile, the last two
+#pragma unroll 1
+    for (int round = 0; round < walk.rounds + 2; ++round) {
+      wait_for_stage();
+      meet(1 + set, 32 * SET_WARPS);
+      if (round >= 2) {
+        const float* roots = desk.roots[round % 2] + lane / 4;
+        float root[2] = {roots[0], roots[8]};
+        Place p(walk.first(round - 2), tokens);
+        put_unit(raw[2], root, p, c, weights_of_x + c - start, x);
+      }
+      if (round < walk.rounds) {
+        Place p(walk.first(round), tokens);
+        Stored* stage = desk.stages[round % STAGES];
+        Sums total = {};
+        Stored* at = stage + lane / 4 * PITCH + c - start;
+#ifdef STAGED
+        InPlace to = {at};
+#else
+        Writes to(out, p, c);
+#endif
+        unit(Staged{at}, Rows{desk.coefficients[round % 2]}, to, raw[0], total, zero,
+             fragments + part * UNIT_FRAGMENTS, [] {}, false);
+        put_sums(total, &desk.tables[part][0][0], desk.collapsed[part]);
+        meet(1 + SETS + set, 32 * UNITS);
+#ifdef STAGED
+        copies.empty(stage, walk.first(round));
+#endif
+        if (round + STAGES < walk.rounds) copies.fill(stage, walk.first(round + STAGES));
+        end_stage();
+        send_sums<32 * UNITS>(desk.tables, desk.collapsed, slot(round) + half * 16 * SUMS,
+                              slot(round) + SQUARES + half * 16, tag + round, thread);
+      }
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        raw[2][i / 4][i % 4] = raw[1][i / 4][i % 4], raw[1][i / 4][i % 4] = raw[0][i / 4][i % 4];
+    }
+    return;
+  }
+  // trap: behind the last reader of the epoch, and only there, it may move on
+  if (lane == 0 && atomicAdd(epochs + 2 * walker + 1, 1u) == HALVES - 1) {
+    epochs[2 * walker] = desk.epoch + walk.rounds;
+    epochs[2 * walker + 1] = 0;
+  }
+  Affine affine(scale, base);
+  auto add_squares = [&](int round) {
+    float square = awaited_sum(slot(round) + SQUARES + lane % 16, 16, tag + round);
+    if (lane < 16) desk.roots[round % 2][lane] = reciprocal_root(square, norm_eps);
+  };
+  auto finish = [&](int round) {  // token t of a tile in turn by blocks t, t + 16, ... of a team
+    long long first = walk.first(round);
+    for (int t = (half + 16 * round) % HALVES; t < 16 && first + t < tokens; t += HALVES)
+      finish_token(awaited_sum(slot(round) + t * SUMS + min(lane, MIX), 16 * SUMS, tag + round),
+                   first + t, affine, pre, post, comb, desk.matrix, iterations, norm_eps, eps);
+  };
+#pragma unroll 1
+  for (int round = 0; round <= walk.rounds; ++round) {
+    Rows{desk.coefficients[round % 2]}.wait();
+    meet(1 + set, 32 * SET_WARPS);
+    if (round + 1 < walk.rounds)
+      Rows{desk.coefficients[(round + 1) % 2]}.fetch(old, Place(walk.first(round + 1), tokens));
+    if (round >= 2 && round < walk.rounds) finish(round - 2);
+    if (round >= 1) add_squares(round - 1);
+  }
+  __syncwarp();
+  meet(1 + set, 32 * SET_WARPS);  // behind the end of the others' work, what they do not wait for
+  for (int round = max(walk.rounds - 2, 0); round < walk.rounds; ++round) finish(round);
 }
