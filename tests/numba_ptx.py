@@ -21,7 +21,7 @@ BYTES, WORD = t.uint8[::1], t.uint64[::1]
 def kernels():
     """-> name, Python function, types of its arguments."""
     from dsv41_kernels.numba_records import pack_kernel, unpack_kernel
-    #from dsv41_kernels.rmsnorm_fp8.numba_op import norm_kernel
+    from dsv41_kernels.rmsnorm_fp8.numba_op import norm_kernel
 
     for bf16 in (False, True):
         for fmt, channels in FORMATS:
@@ -29,7 +29,7 @@ def kernels():
             yield f"pack {fmt.name} {bf16}", pack, (BYTES, BYTES, WORD, t.uint64)
             unpack = unpack_kernel(fmt, channels, bf16).py_func
             yield f"unpack {fmt.name} {bf16}", unpack, (BYTES, BYTES, t.uint64)
-        continue
+
         norm = norm_kernel(5120, bf16).py_func
         yield f"rmsnorm {bf16}", norm, (BYTES, BYTES, BYTES, WORD, t.uint64, t.float32)
 

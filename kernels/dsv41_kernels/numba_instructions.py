@@ -12,7 +12,7 @@ import threading
 import numpy as np
 from numba import config, cuda
 
-from .numba_formats import E4M3, bf16_code, bits_of, code_of, float_of, sign_of
+from .numba_formats import E4M3, bf16_code, code_of, sign_of
 
 if not config.ENABLE_CUDASIM:
     from llvmlite import ir

@@ -50,7 +50,7 @@ from .numba_instructions import (
     store2,
     store4,
 )
-from .records import BF16, check_records, describe, supported
+from .records import BF16, check_records, describe
 
 PIECE = 16  # numbers that a thread packs
 UNIT = 8  # numbers that a thread unpacks
@@ -195,13 +195,15 @@ def round_pair(pair, factor):
 
 
 @cuda.jit(device=True)
-def four_nibbles(a, b, codes, signs):
-    """Words a and b of the piece, their codes as round_pair leaves them -> nibbles in bytes 0, 2."""
+def four_nibbles(a, b, first, second):
+    """Two words of a piece, their codes as round_pair leaves them -> nibbles in bytes 0 and 2."""
     upper = np.uint32(0x7531)  # bytes 1 and 3 of both words: where codes and signs are
-    codes = byte_perm(codes, signs, upper)
+    codes = byte_perm(first, second, upper)
     signs = byte_perm(a, b, upper)
     four = select(np.uint32(0x0E0E0E0E), codes, np.uint32(signs >> np.uint32(3)))
-    return select(np.uint32(0x000F000F), np.uint32(four >> np.uint32(1)), np.uint32(four >> np.uint32(5)))
+    return select(
+        np.uint32(0x000F000F), np.uint32(four >> np.uint32(1)), np.uint32(four >> np.uint32(5))
+    )
 
 
 @functools.cache
@@ -322,7 +324,9 @@ def pack_kernel(fmt, channels, bf16):
     def pack(x, records, bad, count):
         thread, last = thread_number(), np.uint64(count - np.uint64(1))
         mine, piece = thread <= last, thread
-        if thread > last:  # trap: where two lanes share a group, the last pair is repeated as a pair
+        if (
+            thread > last
+        ):  # trap: where two lanes share a group, the last pair is repeated as a pair
             piece = last - ((last - thread) & odd)
         w = cuda.local.array(words, np.uint32)
         load(x, piece, w)
