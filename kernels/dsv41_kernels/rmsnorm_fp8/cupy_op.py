@@ -67,6 +67,6 @@ def launch_rmsnorm(x, weight, records, word, eps, version=None, slots=SLOTS, blo
         "v4": (min(-(-rows // 4), 4 * processors()), 128),
         "v5": (min(rows, blocks * processors()), wide),
     }[version]
-    run = kernel("rmsnorm_fp8", f"rmsnorm_fp8_{version}", shared, **macros)
+    run = kernel("rmsnorm_fp8", f"rmsnorm_fp8_{version}", shared=shared, **macros)
     arguments = (x, weight, records, word, np.int64(rows), np.float32(eps))
     launch(run, count, threads, arguments, shared)
