@@ -20,7 +20,7 @@ import numpy as np
 from .csa2 import attention, write_global_kv
 from .dispatch import beside
 from .engram import engram
-from .mhc import hc_coefficients, hc_collapse, hc_update
+from .mhc import hc_boundary, hc_coefficients, hc_collapse, hc_update
 from .moe import moe_experts, route
 from .ops import rmsnorm
 from .trace import put
@@ -69,8 +69,7 @@ def block(streams, pre, p, layer, call):
         streams = remember(streams, p["engram"], layer, call)
     if call.features is not None and layer.index in call.config.dspark_target_layer_ids:
         call.features.append(call.numerics.store(np.mean(streams, axis=1)))
-    streams, pre = sublayer(streams, pre, "attn", attention, p, layer, call)
-    streams, pre = sublayer(streams, pre, "ffn", moe, p, layer, call)
+    streams, pre, _ = sublayers(streams, pre, (attention, moe), p, layer, call)
     put(call.trace, layer, "x_out", lambda: streams)
     call.cache.work[layer.half] += len(streams)
     return streams, pre
@@ -86,18 +85,40 @@ def remember(streams, p, layer, call):
     return streams
 
 
-def sublayer(streams, pre, name, function, p, layer, call):
-    """Predict coefficients, collapse with the old pre, norm, run, update -> streams, new pre."""
+def sublayers(streams, pre, functions, p, layer, call):
+    """Attention and MoE of one block, with one pass over the streams between them.
+
+    functions: of the two, (x (T, D), their parameters, layer, call) -> y (T, D).
+    -> new streams, pre for the next block, and (streams, pre, y) of both as they were inside.
+    """
     config, numerics = call.config, call.numerics
-    coefficients = [p[f"hc_{name}_{part}"] for part in ("fn", "base", "scale")]
-    new_pre, post, comb = hc_coefficients(streams, *coefficients, config, numerics)
-    x = hc_collapse(streams, pre, numerics)
-    x = rmsnorm(x, p[f"{name}_norm"]["weight"], config.rms_norm_eps, numerics)
-    y = function(x, p[name], layer, call)
-    for part, value in (("pre", new_pre), ("post", post), ("comb", comb)):
-        put(call.trace, layer, f"hc_{name}.{part}", lambda value=value: value)
-    put(call.trace, layer, f"{name}.out", lambda: y)
-    return hc_update(streams, y, post, comb, numerics), new_pre
+    *mixing, norm = _entrance(p, "attn")
+    x = rmsnorm(hc_collapse(streams, pre, numerics), norm, config.rms_norm_eps, numerics)
+    coefficients = hc_coefficients(streams, *mixing, config, numerics)
+    y = functions[0](x, p["attn"], layer, call)
+    attn = streams, pre, y
+    _show(call.trace, layer, "attn", coefficients, y)
+    ahead = (*coefficients, *_entrance(p, "ffn"))
+    pre = coefficients[0]
+    streams, x, *coefficients = hc_boundary(streams, y, *ahead, config, numerics)
+    y = functions[1](x, p["ffn"], layer, call)
+    ffn = streams, pre, y
+    _show(call.trace, layer, "ffn", coefficients, y)
+    pre, post, comb = coefficients
+    return hc_update(streams, y, post, comb, numerics), pre, (attn, ffn)
+
+
+def _entrance(p, name):
+    """fn, base, scale and the norm's weight: what a sublayer's entrance is made of."""
+    return *(p[f"hc_{name}_{part}"] for part in ("fn", "base", "scale")), p[f"{name}_norm"][
+        "weight"
+    ]
+
+
+def _show(trace, layer, name, coefficients, y):
+    for part, value in zip(("pre", "post", "comb"), coefficients, strict=True):
+        put(trace, layer, f"hc_{name}.{part}", lambda value=value: value)
+    put(trace, layer, f"{name}.out", lambda: y)
 
 
 def moe(x, p, layer, call):

@@ -127,6 +127,9 @@ def _parser():
     worth.add_argument("--text", type=Path, default=MINI.parent / "corpus" / "heldout.txt")
     worth.add_argument("--bytes", type=int, help="stop after so many bytes of text")
     worth.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers there")
+    worth.add_argument(
+        "--only", action="append", metavar="KIND", help="a measure of the table; may come often"
+    )
 
     add("kernels", _kernels, "which CUDA kernels there are; on a GPU each is checked and timed")
     return parser

@@ -23,7 +23,7 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from .ced import sublayer
+from .ced import sublayers
 from .mhc import hc_collapse, initial_streams
 from .moe import moe_experts, route
 from .ops import linear_fp8, matmul_rows, rmsnorm, rows, sigmoid
@@ -110,8 +110,8 @@ class Drafter:
         pass_ = _Pass(self, slots, positions, trace)
         for stage, p in enumerate(self.stages):
             layer = Layer(stage, 0, "swa", None, None, None, None, "draft")
-            streams, pre = sublayer(streams, pre, "attn", pass_.attention, p, layer, pass_)
-            streams, pre = sublayer(streams, pre, "ffn", pass_.moe, p, layer, pass_)
+            functions = pass_.attention, pass_.moe
+            streams, pre, _ = sublayers(streams, pre, functions, p, layer, pass_)
         return hc_collapse(streams, pre, numerics).reshape(len(slots), size, -1)
 
     def base_logits(self, hidden):

@@ -37,11 +37,14 @@ SHOWN = {
 }
 
 
-def report(model, documents, text_bytes, seed=0, say=print):
-    """Ask everything -> {kind: {name: answer}}, in the order of worth.py's list.
+def report(model, documents, text_bytes, seed=0, say=print, only=tuple(SHOWN)):
+    """Ask everything, or `only` these kinds -> {kind: {name: answer}}, in the order of worth.py's
+    list.
 
     documents: arrays of ids, with `text_bytes` bytes of text in all; say: called with each line.
     """
+    if unknown := set(only) - set(SHOWN):
+        raise ValueError(f"only: expected some of {', '.join(SHOWN)}, got {min(unknown)!r}")
     parts = pieces(documents, LENGTH, model.config.bos_token_id, model.config.eos_token_id)
     kinds = {
         "bits per byte": _bits(model, parts, text_bytes, np.random.default_rng(seed)),
@@ -51,9 +54,9 @@ def report(model, documents, text_bytes, seed=0, say=print):
         "experts": _experts(model, parts),
     }
     found = {}
-    for kind, answers in kinds.items():
+    for kind in (kind for kind in kinds if kind in only):
         found[kind] = {}
-        for name, value in answers:
+        for name, value in kinds[kind]:
             found[kind][name] = value
             say(f"{kind:<15}{name:<34}{SHOWN[kind](value)}")
     return found
@@ -110,13 +113,13 @@ def table(found):
     rows = [
         f"| {kind} | {name} | {SHOWN[kind](value)} |"
         for kind in SHOWN
-        for name, value in found[kind].items()
+        for name, value in found.get(kind, {}).items()
     ]
     return "\n".join(["| measure | model | value |", "| --- | --- | --- |", *rows])
 
 
 def main_worth(arguments):
-    """The command: dir, text (Paths), bytes (int or None), json (Path or None)."""
+    """The command: dir, text (Paths), bytes (int or None), json (Path or None), only (kinds)."""
     from .train.data import read_documents
 
     model, documents, size = load(arguments.dir), [], 0
@@ -128,7 +131,7 @@ def main_worth(arguments):
     if not size:
         raise ValueError(f"text: {arguments.text} holds no document")
     print(f"{arguments.dir}: {len(documents)} documents, {size:,} bytes of {arguments.text.name}")
-    found = report(model, documents, size) | {
+    found = report(model, documents, size, only=arguments.only or tuple(SHOWN)) | {
         "text": {"documents": len(documents), "bytes": size},
     }
     if arguments.json:

@@ -71,7 +71,8 @@ MUTANTS = [
     ("index keys of the last source", "csa2.py", "cache.index[layer.kv_source]", "cache.index[max(cache.ratio)]"),
     ("index keys after rotation of the latent", "csa2.py", "keys = indexer.index_keys(latent, p", "from .rope import rotate\n    keys = indexer.index_keys(rotate(latent, positions, freqs), p"),
     # streams
-    ("pre used at once", "ced.py", "x = hc_collapse(streams, pre, numerics)", "x = hc_collapse(streams, new_pre, numerics)"),
+    ("pre used at once by attention", "ced.py", "hc_collapse(streams, pre, numerics), norm", "hc_collapse(streams, hc_coefficients(streams, *mixing, config, numerics)[0], numerics), norm"),
+    ("pre used at once by the MoE", "mhc.py", "x = hc_collapse(streams, pre, numerics)", "x = hc_collapse(streams, hc_coefficients(streams, fn, base, scale, config, numerics)[0], numerics)"),
     ("comb contracted over its second axis", "mhc.py", "comb.transpose(0, 2, 1) @", "comb @"),
     ("rows normalised last", "mhc.py", "    return b\n", "    return b / (b @ ones + eps)\n"),
     ("post without its factor 2", "mhc.py", "post = 2 * sigmoid", "post = sigmoid"),
@@ -151,7 +152,7 @@ SERVING = [
     ("Markov term of the anchor", "draft.py", "rows(embed, np.array([before]))", "rows(embed, np.array([anchor]))"),
     ("confidence of the drafted token", "draft.py", "np.concatenate([h[None], e], axis=1)", "np.concatenate([h[None], rows(embed, np.array([choose(z)]))], axis=1)"),
     ("anchor is noise", "draft.py", "ids[:, 0] = anchors", "pass"),
-    ("features behind the block", "ced.py", "        call.features.append(call.numerics.store(np.mean(streams, axis=1)))", "        after, own = sublayer(streams, pre, 'attn', attention, p, layer, call)\n        after, _ = sublayer(after, own, 'ffn', moe, p, layer, call)\n        call.features.append(call.numerics.store(np.mean(after, axis=1)))"),
+    ("features behind the block", "ced.py", "        call.features.append(call.numerics.store(np.mean(streams, axis=1)))", "        after, _, _ = sublayers(streams, pre, (attention, moe), p, layer, call)\n        call.features.append(call.numerics.store(np.mean(after, axis=1)))"),
     ("features of one stream", "ced.py", "np.mean(streams, axis=1)", "streams[:, 0]"),
     ("drafter reads before its first feature", "draft.py", "before >= firsts[:, None]", "before >= 0"),
     ("drafter's ring of all requests", "draft.py", "request * width + before % width", "before % width"),

@@ -105,7 +105,7 @@ def run(request, reference_model):
 def watch(patch):
     """Record what passes through draft.py: window KV, routes and streams, in order."""
     seen = SimpleNamespace(contexts=[], routes=[], streams=[])
-    window_kv, route, sublayer = draft.window_kv, draft.route, draft.sublayer
+    window_kv, route, sublayers = draft.window_kv, draft.route, draft.sublayers
 
     def watched_window_kv(x, *rest):
         records = window_kv(x, *rest)
@@ -117,15 +117,14 @@ def watch(patch):
         seen.routes.append(chosen)
         return chosen
 
-    def watched_sublayer(streams, pre, name, *rest):
-        streams, pre = sublayer(streams, pre, name, *rest)
-        if name == "ffn":
-            seen.streams.append(streams)
-        return streams, pre
+    def watched_sublayers(*given):
+        after = sublayers(*given)
+        seen.streams.append(after[0])
+        return after
 
     patch.setattr(draft, "window_kv", watched_window_kv)
     patch.setattr(draft, "route", watched_route)
-    patch.setattr(draft, "sublayer", watched_sublayer)
+    patch.setattr(draft, "sublayers", watched_sublayers)
     return seen
 
 

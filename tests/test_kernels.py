@@ -196,6 +196,24 @@ def test_a_case_is_checked_before_it_is_timed(monkeypatch):
     assert order == ["call"]
 
 
+def test_only_the_cases_that_say_so_are_run(monkeypatch):
+    shapes = [("v1", "T=512, D=64"), ("v4", "T=512, D=64"), ("v4", "T=5, D=64")]
+    made = [bench.Case("op", v, s, lambda: None, lambda: 0.0, 1) for v, s in shapes]
+    fake = SimpleNamespace(Timer=lambda seconds: FakeTimer())
+    monkeypatch.setitem(sys.modules, "dsv41_kernels.timing", fake)
+    monkeypatch.setattr(bench, "machine", lambda timer: {"device": "GPU", "copy_gbps": 1.0})
+    monkeypatch.setattr(bench, "cases", lambda op, quick: made)
+    monkeypatch.setattr(bench, "deferred_errors", nullcontext)
+
+    def run(*only):
+        records, failed = bench.bench(["op"], out=lambda line: None, only=only)
+        assert failed == 0
+        return [(r["version"], r["shape"]) for r in records]
+
+    assert run() == shapes and run("v4,", "T=512,") == [shapes[1]] and run("T=5,") == [shapes[2]]
+    assert bench.main(["sinkhorn", "--only", "v9"]) == 2
+
+
 def test_the_text_is_timed_without_kernels_in_its_parts(monkeypatch):
     """The text of an operation calls others, which would find their kernels by themselves."""
     seen = []

@@ -42,7 +42,7 @@ def inputs(tokens, s=4, width=64, bf16=True, seed=0):
 
 @pytest.mark.parametrize("numerics", [FLOAT32, OFFICIAL], ids=lambda n: n.name)
 def test_it_is_what_two_sublayers_do_one_after_the_other(numerics):
-    """The steps of ced.sublayer: the end of one call, the beginning of the next."""
+    """The end of one, the beginning of the next, step by step."""
     streams, y, pre, post, comb, fn, base, scale, norm = given = inputs(5)
     streams = hc_update(streams, y, post, comb, numerics)
     new = hc_coefficients(streams, fn, base, scale, CONFIG, numerics)

@@ -150,8 +150,11 @@ def test_balance_loss(cupy, rng):
 
 
 @pytest.mark.parametrize("numerics", [FLOAT32, OFFICIAL], ids=["float32", "official"])
-@pytest.mark.parametrize("tokens", [1, 63, 300])
-def test_experts_and_their_gradients(cupy, rng, tokens, numerics):
+@pytest.mark.parametrize("tokens, spare", [(1, 1 << 20), (63, 1 << 20), (300, 1 << 20), (300, 0)])
+def test_experts_and_their_gradients(cupy, rng, monkeypatch, tokens, spare, numerics):
+    """With room for any distribution, and with the busiest expert's number read back."""
+    monkeypatch.setattr("dsv41_kernels.moe_experts.grouped.SPARE_BYTES", spare)
+
     def one():
         return {
             n: {"weight": 0.2 * normal(rng, *s)}

@@ -7,11 +7,11 @@ from oracles import small_config
 from test_train_difference import float64, random
 from test_train_model import check_directions
 
-from dsv41.ced import block
+from dsv41.ced import block, sublayers
 from dsv41.init import random_params
 from dsv41.mhc import hc_coefficients, hc_update
 from dsv41.quant import FLOAT32
-from dsv41.train.block import Back, block_backward, block_forward, kept_sublayer
+from dsv41.train.block import Back, block_backward, block_forward
 from dsv41.train.model import Documents, open_call
 
 ALONE = {  # the only layer of a model
@@ -72,7 +72,7 @@ def test_the_forward_pass_is_that_of_the_model():
     assert_same("pre", got[1], want[1])
 
 
-def test_a_sublayer_keeps_what_entered_it_and_its_output():
+def test_sublayers_keep_what_entered_them_and_their_outputs():
     config, params = one_layer("window only")
     streams, pre = (np.float32(random(*s)) for s in ((9, 3, 32), (9, 3)))
     p, call = params["layers"][0], opened(config, params)
@@ -80,11 +80,15 @@ def test_a_sublayer_keeps_what_entered_it_and_its_output():
     def double(x, p, layer, call):
         return 2 * x
 
-    after, _, kept = kept_sublayer(streams, pre, "ffn", double, p, config.plan[0], call)
-    assert kept[0] is streams and kept[1] is pre
-    mixing = [p[f"hc_ffn_{part}"] for part in ("fn", "base", "scale")]
-    _, post, comb = hc_coefficients(streams, *mixing, config, FLOAT32)
-    assert_same("after", after, hc_update(streams, kept[2], post, comb, FLOAT32))
+    after, last, kept = sublayers(streams, pre, (double, double), p, config.plan[0], call)
+    assert kept[0][0] is streams and kept[0][1] is pre
+    for name, (own, _, y), (below, new_pre) in zip(
+        ("attn", "ffn"), kept, (kept[1][:2], (after, last)), strict=True
+    ):
+        mixing = [p[f"hc_{name}_{part}"] for part in ("fn", "base", "scale")]
+        want, post, comb = hc_coefficients(own, *mixing, config, FLOAT32)
+        assert_same(f"{name}.pre", new_pre, want)
+        assert_same(f"behind {name}", below, hc_update(own, y, post, comb, FLOAT32))
 
 
 def test_entries_are_found_where_they_were_written():

@@ -124,6 +124,7 @@ def test_execution_twice_gives_the_same_bytes():
     first, second = (build.dumps(run("print('a')\nprint('b')", drawing)) for _ in range(2))
     assert first == second
     assert "image/png" in first and "figure: line" in first and "timing" not in first
+    assert '"alt": "line"' in first
 
 
 @pytest.mark.parametrize(

@@ -202,7 +202,17 @@ def test_a_report_asks_everything(mini):
     assert 0 <= found["experts"]["least"] <= 1 <= found["experts"]["most"]
 
 
-def test_the_readme_of_the_run_shows_the_measured_numbers():
+def test_a_report_asks_what_it_is_asked_for(mini):
+    _, ids = held_out(mini, 300)
+    found = worth_table.report(mini, [ids[:280]], 1000, say=[].append, only=["experts"])
+    assert list(found) == ["experts"] and set(found["experts"]) == {"least", "most"}
+    assert len(worth_table.table(found).splitlines()) == 4
+    with pytest.raises(ValueError, match=r"^only: .*'speed'"):
+        worth_table.report(mini, [ids[:280]], 1000, only=["speed"])
+
+
+@pytest.mark.parametrize("name", ["worth", "experts"])
+def test_the_readme_of_the_run_shows_the_measured_numbers(name):
     folder = MINI.parent / "runs" / "mini"
-    found = json.loads((folder / "worth.json").read_text())
+    found = json.loads((folder / f"{name}.json").read_text())
     assert worth_table.table(found) in (folder / "README.md").read_text()

@@ -13,7 +13,7 @@
 # `python tutorials/01_number_formats.py`.
 #
 # Sources: OCP FP8 and OCP Microscaling v1.0 for the elements; the V4.1 report, §2.4.4, for the
-# main KV format. The module that this page arrives at: [formats.py](../dsv41/formats.py) and
+# main KV format. The modules that this page arrives at: [formats.py](../dsv41/formats.py) and
 # [quant.py](../dsv41/quant.py).
 
 # %%

@@ -270,7 +270,8 @@ same("V4.1: one entry", touch2.sum(axis=0), [1] * 16)
 # token, and all other global layers read theirs. V4-Flash has 21 CSA layers ($m = 4$,
 # overlapping) and 20 HCA layers ($m = 128$, no overlap), each with its own cache.
 #
-# A V4 entry is 448 channels in FP8, 64 in bf16, 7 scales and a pad byte. CSA adds an index key.
+# A V4 entry is 448 channels in FP8, 64 in bf16, 7 scales and a pad byte (the record of FlashMLA's
+# tests). CSA adds an index key. The counts of layers are those of V4-Flash's config.json.
 
 # %%
 from dsv41.ledger import kv_bytes

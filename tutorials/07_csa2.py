@@ -277,8 +277,8 @@ for layer, index_source in ((3, 2), (6, 5), (8, 7)):
 # Put a counter around the stored arrays, and decode one token behind 61 others. The counter is an
 # array that notes how many records each `[...]` touches.
 #
-# *Fifteen kernels in prefill, eleven in decode: of a layer?* Of a Reuse layer (report, §1). The
-# other ten layers do more, and the count shows what: they read and write keys, or write KV.
+# *Fifteen kernels in prefill, eleven in decode: of a layer?* Of a Reuse layer (report, §1). Of the
+# other ten, eight do more, and the count shows what: they score keys, and four write. Two do less.
 
 
 # %%
@@ -336,7 +336,7 @@ same("Reuse reads no key and writes nothing", table[[3, 6, 8]][:, [0, 2, 3]], no
 same("every compressing layer reads k records of KV", table[2:, 1], [k] * 7)
 same("only Full writes, one record and one key", table[[2, 4, 5], 2:], np.ones((3, 2), int))
 assert table[:, 2:].sum() == 6, "and nobody else writes"
-print(f"Reuse: {counts['reuse']} of 40 layers; 11 kernels each are {11 * counts['reuse']}, not 440")
+print(f"11 kernels x {counts['reuse']} Reuse layers = {11 * counts['reuse']}, the rest is unknown")
 
 # %% [markdown]
 # ## Why share indices, but not queries?

@@ -16,7 +16,7 @@
 #
 # Sources: the V4.1 report, §2.4.1, equations 2 to 6; `Block.hc_pre` and `hc_post` of the released
 # inference/model.py. The module that this page arrives at: [mhc.py](../dsv41/mhc.py), used by
-# [ced.sublayer](../dsv41/ced.py#sublayer).
+# [ced.sublayers](../dsv41/ced.py#sublayers).
 
 # %%
 from unittest.mock import patch
@@ -345,17 +345,19 @@ from dsv41.mhc import hc_coefficients, hc_collapse, hc_update
 from dsv41.ops import rmsnorm
 
 
-def undelayed(streams, pre, name, function, p, layer, call):
-    """ced.sublayer with the A of this sublayer instead of the one before."""
-    parts = [p[f"hc_{name}_{part}"] for part in ("fn", "base", "scale")]
-    pre, post, comb = hc_coefficients(streams, *parts, call.config, call.numerics)
-    x = hc_collapse(streams, pre, call.numerics)
-    x = rmsnorm(x, p[f"{name}_norm"]["weight"], call.config.rms_norm_eps, call.numerics)
-    y = function(x, p[name], layer, call)
-    return hc_update(streams, y, post, comb, call.numerics), pre
+def undelayed(streams, pre, functions, p, layer, call):
+    """ced.sublayers, each with an A of its own instead of that of the one before."""
+    for name, function in zip(("attn", "ffn"), functions, strict=True):
+        parts = [p[f"hc_{name}_{part}"] for part in ("fn", "base", "scale")]
+        pre, post, comb = hc_coefficients(streams, *parts, call.config, call.numerics)
+        x = hc_collapse(streams, pre, call.numerics)
+        x = rmsnorm(x, p[f"{name}_norm"]["weight"], call.config.rms_norm_eps, call.numerics)
+        y = function(x, p[name], layer, call)
+        streams = hc_update(streams, y, post, comb, call.numerics)
+    return streams, pre, ()
 
 
-with patch.object(ced, "sublayer", undelayed):
+with patch.object(ced, "sublayers", undelayed):
     wrong = model.logits(ids, FLOAT32)
 agree = np.mean(wrong.argmax(axis=1) == delayed.argmax(axis=1))
 print(f"logits right: std {delayed.std():.2f}   largest {delayed.max():.2f}")

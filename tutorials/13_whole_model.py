@@ -99,7 +99,7 @@ close("one logit by loops = the reference", logit, reference["fp32"]["logits"][0
 # there to be broken below.
 
 # %%
-from dsv41 import ced, csa2, verify
+from dsv41 import ced, csa2, mhc, verify
 from dsv41.batch import make_batch
 from dsv41.call import Call
 from dsv41.mhc import hc_coefficients, hc_collapse, hc_update
@@ -242,7 +242,7 @@ def flipped(token, channel, numerics=OFFICIAL):
             X[token, 0, channel] = step_away(X[token, 0, channel])
         return X
 
-    with mock.patch.object(ced, "hc_update", update):
+    with mock.patch.object(ced, "hc_update", update), mock.patch.object(mhc, "hc_update", update):
         return model.logits(ids, numerics, found), found
 
 

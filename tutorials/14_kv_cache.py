@@ -14,9 +14,10 @@
 # Install, in a checkout: `pip install -e ".[notebooks]"`. Then open this page in Jupyter, or run
 # `python tutorials/14_kv_cache.py`.
 #
-# Sources: the V4.1 report, Figures 1(b) and 2, and §2.4.4; config.json for the plan. The modules
-# that this page arrives at: [cache.py](../dsv41/cache.py), [ledger.py](../dsv41/ledger.py) and
-# [figures.py](../dsv41/figures.py).
+# Sources: the V4.1 report, Figures 1(b) and 2, and §2.4.4; config.json for the plan; config.json of
+# V3.2 and V4-Flash, arXiv 2401.02954 for V1, and FlashMLA's tests for the records of V3.2 and V4.
+# The modules that this page arrives at: [cache.py](../dsv41/cache.py),
+# [ledger.py](../dsv41/ledger.py) and [figures.py](../dsv41/figures.py).
 
 # %%
 from itertools import pairwise

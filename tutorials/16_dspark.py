@@ -417,6 +417,7 @@ changed = sum((np.array(d[5]) != np.array(d[10])[:, :5]).any() for _, d in runs.
 assert changed > 0, "and the first five are others than before"
 
 # %% [markdown]
+# How fast the curve falls is this drafter's training; that more places do not lift it is the block.
 # A release fixes the number of drafts with the drafter. What may vary is how many are *checked*.
 #
 # ## How many are worth checking?

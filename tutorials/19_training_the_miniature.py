@@ -281,7 +281,7 @@ for step in range(run.steps):
     optimizer.step(grads, lr)
     for layer, load in info["load"].items():
         gate, text_load = params["layers"][layer]["ffn"]["gate"], load[0]
-        gate["bias"] += np.float32(0.001 * lr / 0.02) * np.sign(text_load.mean() - text_load)
+        gate["bias"] += np.float32(0.001) * np.sign(text_load.mean() - text_load)
     losses.append(info["next_token"] / math.log(2))
     if step == 5:
         at_six = {name: leaf.copy() for name, leaf in flatten(params).items()}

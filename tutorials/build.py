@@ -265,7 +265,9 @@ def _tidy(outputs, cell_id):
         else:
             data = {kind: output.data[kind].strip() for kind in ("image/png", "text/plain")
                     if kind in output.data}  # fmt: skip
-            tidy.append({"output_type": "display_data", "metadata": {}, "data": data})
+            alt = data.get("text/plain", "").removeprefix("figure: ")  # for screen readers
+            metadata = {"image/png": {"alt": alt}} if "image/png" in data else {}
+            tidy.append({"output_type": "display_data", "metadata": metadata, "data": data})
     if str(HERE.parent) in json.dumps(tidy):
         raise ValueError(f"{cell_id} shows a path of this machine")
     return tidy

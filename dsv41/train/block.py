@@ -17,7 +17,7 @@ and selections; what is inside a sublayer is computed again. Source: csa2.py and
 
 from dataclasses import dataclass, field
 
-from ..ced import moe, sublayer
+from ..ced import moe, sublayers
 from ..compress import compress
 from ..csa2 import attention, global_rows_of
 from ..dispatch import beside
@@ -73,21 +73,8 @@ def block_forward(streams, pre, p, layer, call):
     if layer.engram is not None:
         rows, rest = call.memory[layer.engram], (call.is_image, call.config, call.numerics)
         streams = engram_forward(streams, rows, p["engram"], *rest)
-    streams, pre, attn = kept_sublayer(streams, pre, "attn", attention, p, layer, call)
-    streams, pre, ffn = kept_sublayer(streams, pre, "ffn", moe, p, layer, call)
-    return streams, pre, (entered, attn, ffn)
-
-
-def kept_sublayer(streams, pre, name, function, p, layer, call):
-    """`ced.sublayer` -> streams, pre, and (streams, pre, y) as they were inside it."""
-    outputs = []
-
-    def keep(*args):
-        outputs.append(function(*args))
-        return outputs[0]
-
-    after = sublayer(streams, pre, name, keep, p, layer, call)
-    return *after, (streams, pre, outputs[0])
+    streams, pre, kept = sublayers(streams, pre, (attention, moe), p, layer, call)
+    return streams, pre, (entered, *kept)
 
 
 # ---- backward -----------------------------------------------------------------------------------

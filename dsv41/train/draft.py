@@ -20,6 +20,7 @@ from types import SimpleNamespace
 
 import numpy as np
 
+from ..ced import sublayers
 from ..dispatch import beside
 from ..draft import _Pass
 from ..mhc import hc_collapse, initial_streams
@@ -29,7 +30,7 @@ from ..plan import Layer
 from ..quant import FLOAT32
 from ..rope import frequencies
 from ..window import window_kv
-from .block import attend_backward, kept_sublayer, sublayer_backward
+from .block import attend_backward, sublayer_backward
 from .losses import DRAFT_WEIGHTS, draft_loss, softmax
 from .mhc import hc_collapse_backward
 from .model import Options, last_x, open_call, row_blocks, run_forward
@@ -161,10 +162,9 @@ def draft_forward(params, draft):
     embedding = numerics.store(rows(params["embed"]["weight"], ids))
     streams, pre = initial_streams(embedding, config.hc_mult)
     for stage, p in enumerate(draft.stages):
-        rest = p, _layer(stage), draft
-        streams, pre, attn = kept_sublayer(streams, pre, "attn", draft.attention, *rest)
-        streams, pre, ffn = kept_sublayer(streams, pre, "ffn", draft.moe, *rest)
-        kept.append((attn, ffn))
+        functions, rest = (draft.attention, draft.moe), (p, _layer(stage), draft)
+        streams, pre, inside = sublayers(streams, pre, functions, *rest)
+        kept.append(inside)
     return streams, pre, kept
 
 

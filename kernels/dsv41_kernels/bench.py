@@ -1,6 +1,6 @@
 """How fast is each kernel, and how far is that from the limit of this GPU?
 
-    python -m dsv41_kernels.bench [OP ...] [--json FILE] [--quick]
+    python -m dsv41_kernels.bench [OP ...] [--only TEXT] [--json FILE] [--quick]
 
 Every case is validated before it is timed (a fast wrong kernel has no speed), then measured hot and
 cold as timing.py says. Columns: the error in the case's own measure; microseconds, cold and hot;
@@ -138,8 +138,10 @@ def machine(timer):
     }
 
 
-def bench(names, quick=False, out=print):
-    """Run the cases of these operations -> records, and how many cases failed."""
+def bench(names, quick=False, out=print, only=()):
+    """Run the cases of these operations -> records, and how many cases failed. only: texts that the
+    version and shape of a case must contain.
+    """
     from .timing import Timer
 
     timer = Timer(seconds=0.05 if quick else 0.5)
@@ -148,7 +150,8 @@ def bench(names, quick=False, out=print):
     for op in names:
         try:
             for case in cases(op, quick):
-                failed += not _try(case, timer, about, records, out)
+                if all(text in f"{case.version}, {case.shape}," for text in only):
+                    failed += not _try(case, timer, about, records, out)
         except Exception as error:  # a case that cannot even be built stops its op, not the rest
             traceback.print_exc()
             out(f"{op:<18}cannot be measured: {error}")
@@ -171,13 +174,18 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m dsv41_kernels.bench", description=__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help="folder names (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the records there")
+    only = 'only cases that say TEXT, such as "v4," or "T=512,"; more than one: all of them'
+    parser.add_argument("--only", action="append", default=[], metavar="TEXT", help=only)
     parser.add_argument("--quick", action="store_true", help="small shapes, few repeats")
     arguments = parser.parse_args(argv)
     try:
         unknown = set(arguments.ops) - set(operations())
         if unknown:
             raise ValueError(f"no such operation: {', '.join(sorted(unknown))}")
-        records, failed = bench(arguments.ops or operations(), arguments.quick)
+        names = arguments.ops or operations()
+        records, failed = bench(names, arguments.quick, only=arguments.only)
+        if not records and not failed:
+            raise ValueError(f"no case says {' and '.join(arguments.only)}")
     except (ImportError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

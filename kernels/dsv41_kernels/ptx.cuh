@@ -92,6 +92,21 @@ __device__ inline u32 load_acquire(const u32* at) {
   return out;
 }
 
+// A word that other blocks read or write meanwhile, as it is in L2: whole, in no order with others.
+__device__ inline u64 load_relaxed(const u64* at) {
+  u64 out;
+  asm volatile("ld.relaxed.gpu.global.u64 %0, [%1];" : "=l"(out) : "l"(at) : "memory");
+  return out;
+}
+__device__ inline void store_relaxed(u64* at, u64 value) {
+  asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
+}
+
+// Fetches the line of 128 bytes around `at` into L2, and waits for nothing.
+__device__ inline void prefetch(const void* at) {
+  asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
+}
+
 // 16 bytes from global to shared memory without a register in between. Copies are gathered in groups,
 // which arrive in order: wait_all_but<N> lets the N latest be on their way.
 __device__ inline void copy_16(void* shared, const void* global) {

@@ -18,7 +18,8 @@ from ..launch import grid, kernel
 PIECE, SUMS, TOKENS = 512, 32, 16  # of hc_coefficients/kernel.cu
 ROWS, THREADS = 4, 256  # of kernel.cu
 GROUP, RING, WARPS = 64, 4, 8  # of one_pass.cuh
-UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory
+UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory, split into bf16
+UNIT_NUMBERS = 4 * 3 * 2 * 32 * 16  # and as float32
 VERSIONS = ("v1", "v2", "v3", "v4")
 NAMES = ("streams", "y", "pre", "post", "comb", "fn", "base", "scale", "norm")
 
@@ -170,10 +171,8 @@ def _v4(old, new, out, config, macros, fp8):
 
 def _thin(arguments, tokens, count, halves, config, macros):
     tiles = -(-tokens // 16)
-    sums = cupy.empty((tiles, halves, 16, SUMS), cupy.float32)
-    squares = cupy.empty((tiles, halves, 16), cupy.float32)
-    shared = count * UNIT_BYTES + 4 * (count * (16 * (SUMS + 1 + 4 * 8) + 32) + 16)
-    arguments = (*arguments, sums, squares, counters(tiles), np.int64(tokens), *_settings(config))
+    shared = count * (UNIT_BYTES + UNIT_NUMBERS + 4 * (16 * (SUMS + 1 + 4 * 8) + 32)) + 4 * 20
+    arguments = (*arguments, *inbox(halves), np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "thin", shared=shared, **macros)
     return run, (tiles * halves,), (32 * (2 * count + 1),), arguments, shared
 
@@ -192,12 +191,27 @@ def _wide(arguments, tokens, count, halves, config, macros):
 
 
 _VERSIONS = dict(zip(VERSIONS, (_v1, _v2, _v3, _v4), strict=True))
-_counters = {}
+_counters, _inboxes = {}, {}
+
+
+def inbox(halves):
+    """Words and epochs of small launches, each with another tag, so nobody clears them; arrays a
+    device, stream and cut.
+    """
+    key = *_place(), halves
+    if key not in _inboxes:
+        words = cupy.zeros(processors() * 16 * (SUMS + 1), cupy.uint64)
+        _inboxes[key] = words, cupy.zeros(2 * processors(), cupy.uint32)
+    return _inboxes[key]
+
+
+def _place():
+    return cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
 
 
 def counters(groups):
     """Two zeros a group, which every launch leaves as zeros again; an array a device and stream."""
-    key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
+    key = _place()
     if key not in _counters or len(_counters[key]) < 2 * groups:
         _counters[key] = cupy.zeros(max(4 * groups, 1024), cupy.uint32)
     return _counters[key]

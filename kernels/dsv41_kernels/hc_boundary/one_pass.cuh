@@ -5,7 +5,7 @@
 //
 //   unit   32 channels of 16 tokens, the work of a warp: two rows and 8 channels a lane
 //   half   UNITS units, whose sums are added in order;  D = 32 * UNITS * HALVES
-//   total  the HALVES sums in order, by one warp, after all blocks of a token group have arrived
+//   total  the HALVES sums in order, by one warp, when all blocks of a token group have left theirs
 //
 // New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
 // together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16,
@@ -214,6 +214,29 @@ __device__ __forceinline__ void put_fn(const float* fn, int start, uint4* fragme
   }
 }
 
+// The same of one unit by one warp. The numbers come through `raw` in shared memory: all are on their
+// way at once, for which a lane has no registers.
+__device__ __forceinline__ void put_unit_of_fn(const float* fn, int start, float4* raw,
+                                               uint4* fragments) {
+  int lane = threadIdx.x % 32, row = lane / 4;
+#pragma unroll
+  for (int n = 0; n < S * TILES; ++n) {
+    int j = n % TILES, k = n / TILES;
+    const float* from = fn + ((8 * j + row) * S + k) * WIDTH + start + lane % 4 * 8;
+    copy_16(raw + 2 * n * 32 + lane, from, true);
+    copy_16(raw + (2 * n + 1) * 32 + lane, from + 4, true);
+  }
+  wait_for_copies();  // a lane reads only what it has copied itself
+#pragma unroll
+  for (int n = 0; n < S * TILES; ++n) {
+    float4 eight[2] = {raw[2 * n * 32 + lane], raw[(2 * n + 1) * 32 + lane]};
+    uint4 parts[PARTS];
+    split(eight, parts);
+#pragma unroll
+    for (int s = 0; s < PARTS; ++s) fragments[(n * PARTS + s) * 32 + lane] = parts[s];
+  }
+}
+
 // The lane's share of stream k and tile j of a unit, from there.
 __device__ __forceinline__ void take_fn(const uint4* unit, int k, int j, uint4 (&parts)[PARTS]) {
 #pragma unroll
@@ -222,6 +245,7 @@ __device__ __forceinline__ void take_fn(const uint4* unit, int k, int j, uint4 (
 }
 
 constexpr int UNIT_FRAGMENTS = S * TILES * PARTS * 32;  // uint4 of a unit of fn
+constexpr int UNIT_NUMBERS = S * TILES * 2 * 32;        // float4 of it as it is in memory
 
 // One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
 // weights(k, j, parts) gives the lane's share of stream k and tile j; done(r) is called when the
@@ -353,6 +377,10 @@ __device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const floa
 
 // ---- coefficients of finished tokens ----------------------------------------------------------
 
+// trap: a block that never starts would be waited for for ever; some seconds are enough for all
+// that run, and an error says more than a GPU that does not come back.
+constexpr unsigned PATIENCE = 1u << 24;
+
 // The sum of one number over the halves, in order; `stride` floats from half to half, `batch` loads
 // in flight.
 template <int batch>
@@ -378,6 +406,35 @@ struct Affine {
     if (m < MIX) scale = all_scales[m < 2 * S ? m / S : 2], base = all_bases[m];
   }
 };
+
+// The same sum of numbers that may still be on their way: each shares a word with the tag of its
+// launch, so whoever sees the tag has the number, without a count of arrivals in between.
+__device__ __forceinline__ float awaited_sum(const u64* at, int stride, unsigned tag) {
+  float total = 0.f;
+#pragma unroll 1
+  for (int h = 0; h < HALVES; h += 32) {
+    u64 word[32];
+    bool all = false;
+#pragma unroll 1
+    for (unsigned looks = 0; !all; ++looks) {
+      if (looks == PATIENCE) __trap();
+      all = true;
+#pragma unroll
+      for (int i = 0; i < 32; ++i)
+        word[i] = h + i < HALVES ? load_relaxed(at + (h + i) * stride) : (u64)tag << 32;
+#pragma unroll
+      for (int i = 0; i < 32; ++i) all &= (unsigned)(word[i] >> 32) == tag;
+    }
+#pragma unroll
+    for (int i = 0; i < 32; ++i) total += __uint_as_float((unsigned)word[i]);
+  }
+  __syncwarp();
+  return total;
+}
+
+__device__ __forceinline__ void put_tagged(u64* at, float value, unsigned tag) {
+  store_relaxed(at, (u64)tag << 32 | __float_as_uint(value));
+}
 
 // One token, a lane a number: pre and post leave at once; the softmax rows of comb, plus eps, wait
 // in `matrix` (S * S) for the thread that scales them.
@@ -409,31 +466,23 @@ __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, i
   for (int i = 0; i < S * S; ++i) comb[i] = row[i / S] * k[i / S][i % S] * column[i % S];
 }
 
-// Both for one token, by a warp: `at` is its first half's sums, from half to half in steps of
-// `stride` floats.
-template <int batch>
-__device__ __forceinline__ void finish_token(const float* at, int stride, long long t,
-                                             const Affine& affine, float* pre, float* post,
-                                             float* comb, float* matrix, int iterations,
-                                             float norm_eps, float eps) {
-  float total = ordered_sum<batch>(at + threadIdx.x % 32, stride);
+// Both for one token, by a warp.
+__device__ __forceinline__ void finish_token(float total, long long t, const Affine& affine,
+                                             float* pre, float* post, float* comb, float* matrix,
+                                             int iterations, float norm_eps, float eps) {
   mix_token(total, t, affine, pre, post, matrix, norm_eps, eps);
   __syncwarp();
   if (threadIdx.x % 32 == 0) scale_matrix(matrix, comb + t * S * S, iterations, eps);
   __syncwarp();
 }
 
-// ---- arrival of blocks ------------------------------------------------------------------------
+// ---- arrival of blocks, in large launches -----------------------------------------------------
 
 // Counts the calling warp, whose writes are visible to whoever sees the count.
 __device__ __forceinline__ void arrive(unsigned* count) {
   __syncwarp();
   if (threadIdx.x % 32 == 0) add_release(count, 1);
 }
-
-// trap: a block that never starts would be waited for for ever; some seconds are enough for all
-// that run, and an error says more than a GPU that does not come back.
-constexpr unsigned PATIENCE = 1u << 24;
 
 __device__ __forceinline__ void await(const unsigned* count, unsigned all) {
   if (threadIdx.x % 32 == 0)
@@ -456,25 +505,29 @@ __device__ __forceinline__ void leave(unsigned* count, unsigned* left, unsigned 
 // A block takes one half of 16 tokens, two warps one unit: one updates the streams and multiplies,
 // the other splits fn meanwhile. One more warp makes the coefficients. All that comes from memory
 // is asked for at the start; behind the wait there are only numbers that other blocks made.
-// sums (tiles, HALVES, 16, SUMS), squares (tiles, HALVES, 16); counters (2, tiles) are zero.
+//
+// inbox (tiles, HALVES * 16 * (SUMS + 1)) and epochs (tiles, 2) are kept from launch to launch and
+// begin as zeros. A tile's words carry the number of its launch: last epoch + 1, which the last
+// block that has read the epoch writes there.
 constexpr int THIN_WARPS = 2 * UNITS + 1;
 
 extern "C" __global__ void __launch_bounds__(32 * THIN_WARPS, 1)
 thin(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
      const float* comb_in, const float* fn, const float* base, const float* scale,
-     const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, float* sums,
-     float* squares, unsigned* counters, long long tokens, int iterations, float norm_eps,
-     float eps) {
+     const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, u64* inbox,
+     unsigned* epochs, long long tokens, int iterations, float norm_eps, float eps) {
   extern __shared__ uint4 memory[];
   uint4* fragments = memory;  // [UNITS]
+  float4* numbers = reinterpret_cast<float4*>(fragments + UNITS * UNIT_FRAGMENTS);  // [UNITS]
   float(*tables)[16][SUMS] =
-      reinterpret_cast<float(*)[16][SUMS]>(fragments + UNITS * UNIT_FRAGMENTS);  // [unit]
+      reinterpret_cast<float(*)[16][SUMS]>(numbers + UNITS * UNIT_NUMBERS);  // [unit]
   float(*collapsed)[16] = reinterpret_cast<float(*)[16]>(tables + UNITS);
   float* copies = &collapsed[UNITS][0];  // [UNITS] of S * 16 * 8
   float* weights_of_x = copies + UNITS * S * 16 * 8;  // [UNITS * 32]
   float* matrix = weights_of_x + UNITS * 32;
+  unsigned* number = reinterpret_cast<unsigned*>(matrix + S * S);  // of this launch
   int lane = threadIdx.x % 32, warp = threadIdx.x / 32;
-  int half = blockIdx.x % HALVES, tile = blockIdx.x / HALVES, tiles = gridDim.x / HALVES;
+  int half = blockIdx.x % HALVES, tile = blockIdx.x / HALVES;
   long long first = tile * 16ll;
   Place p(first, tokens);
   int start = (half * UNITS + warp % UNITS) * 32, c = start + lane % 4 * 8;
@@ -496,42 +549,43 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
          [] { __syncthreads(); }, first + 8 >= tokens);
     put_sums(total, &tables[warp][0][0], collapsed[warp]);
   } else {
-    if (warp < 2 * UNITS) put_fn<1, 32>(fn, start, own, lane);
+    if (warp < 2 * UNITS)
+      put_unit_of_fn(fn, start, numbers + warp % UNITS * UNIT_NUMBERS, own);
     else
       for (int i = lane; i < UNITS * 32; i += 32) weights_of_x[i] = norm[half * UNITS * 32 + i];
+    if (warp == 2 * UNITS && lane == 0) *number = __ldcg(epochs + 2 * tile) + 1;
     __syncthreads();
   }
   __syncthreads();
-  float* slot = sums + tile * (long long)(HALVES * 16 * SUMS);
-  float* slot_squares = squares + tile * (long long)(HALVES * 16);
+  unsigned tag = *number;
+  if (threadIdx.x == 0 && atomicAdd(epochs + 2 * tile + 1, 1u) == HALVES - 1) {
+    epochs[2 * tile] = tag;
+    epochs[2 * tile + 1] = 0;
+  }
+  u64* sums = inbox + tile * (long long)(HALVES * 16 * (SUMS + 1));
+  u64* squares = sums + HALVES * 16 * SUMS;
   for (int i = threadIdx.x; i < 16 * SUMS; i += 32 * THIN_WARPS) {
     float total = 0.f;
     for (int u = 0; u < UNITS; ++u) total += i % SUMS <= MIX ? tables[u][i / SUMS][i % SUMS] : 0.f;
-    slot[half * 16 * SUMS + i] = total;
+    put_tagged(sums + half * 16 * SUMS + i, total, tag);
   }
   if (threadIdx.x < 16) {
     float total = 0.f;
     for (int u = 0; u < UNITS; ++u) total += collapsed[u][threadIdx.x];
-    slot_squares[half * 16 + threadIdx.x] = total;
+    put_tagged(squares + half * 16 + threadIdx.x, total, tag);
   }
-  __syncthreads();
-  if (warp == 0) {
-    arrive(counters + tile);
-    await(counters + tile, HALVES);
-  }
-  __syncthreads();
   if (warp == 2 * UNITS) {
     for (int t = half; t < 16 && first + t < tokens; t += HALVES)
-      finish_token<32>(slot + t * SUMS, 16 * SUMS, first + t, affine, pre, post, comb, matrix,
-                       iterations, norm_eps, eps);
+      finish_token(awaited_sum(sums + t * SUMS + lane, 16 * SUMS, tag), first + t, affine, pre,
+                   post, comb, matrix, iterations, norm_eps, eps);
   } else if (warp < UNITS) {
     float root[2];
 #pragma unroll
     for (int r = 0; r < 2; ++r)
-      root[r] = reciprocal_root(ordered_sum<32>(slot_squares + lane / 4 + 8 * r, 16), norm_eps);
+      root[r] =
+          reciprocal_root(awaited_sum(squares + lane / 4 + 8 * r, 16, tag), norm_eps);
     put_unit(raw, root, p, c, weights_of_x + c - half * UNITS * 32, x);
   }
-  if (warp == 0) leave(counters + tile, counters + tiles + tile, HALVES);
 }
 
 // ---- large launches ---------------------------------------------------------------------------
@@ -575,6 +629,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   Affine affine(scale, base);
   Reads from;
   Inputs in;
+  for (int i = threadIdx.x; i < MIX * S * 2 * UNITS; i += 32 * WARPS)  // lines of 128 bytes
+    prefetch(fn + i / (2 * UNITS) * WIDTH + start + i % (2 * UNITS) * 32);
   from.begin(streams, y, place(0), c);
   if (AHEAD) in.get(from, 0), in.get(from, 1);
   rows.fetch(old, place(0));
@@ -639,8 +695,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       long long first = group * (long long)GROUP;
       for (int t = slice + (warp + 4 * round) % WARPS * SLICES; t < GROUP && first + t < tokens;
            t += WARPS * SLICES)
-        finish_token<BATCH>(sums + (slot(last) + t) * SUMS, GROUP * SUMS, first + t, affine, pre,
-                            post, comb, matrix, iterations, norm_eps, eps);
+        finish_token(ordered_sum<BATCH>(sums + (slot(last) + t) * SUMS + lane, GROUP * SUMS),
+                     first + t, affine, pre, post, comb, matrix, iterations, norm_eps, eps);
       leave(counters + group, counters + groups + group, SLICES * WARPS);
     }
   }

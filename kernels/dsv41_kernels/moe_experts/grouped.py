@@ -8,20 +8,31 @@ from dsv41.ops import dense
 from ..launch import grid, kernel
 
 ROOM = 64  # rows of an expert are a multiple of this, so that few shapes occur
+SPARE_BYTES = 64 << 20  # that all experts' rows may take for the host not to have to wait
+
+
+def padded(count):
+    """The next multiple of ROOM, at least one."""
+    return max(ROOM, -(-count // ROOM) * ROOM)
 
 
 class Groups:
-    """The rows of every expert, padded to the busiest one's: chosen (T, k) -> (E, room) slots."""
+    """The rows of every expert: chosen (T, k) -> (E, room) slots for rows of so many channels.
 
-    def __init__(self, chosen, experts):
+    An expert has T rows at most. Where that many for each are more than SPARE_BYTES, the busiest
+    one's number is read back, and the host waits for it.
+    """
+
+    def __init__(self, chosen, experts, channels):
         self.chosen, self.experts = cupy.ascontiguousarray(chosen, np.int64), experts
         self.tokens, self.k = chosen.shape
         flat = self.chosen.ravel()
         self.order = cupy.argsort(flat, kind="stable")
         edges = cupy.arange(experts + 1, dtype=np.int64)
         self.begins = cupy.searchsorted(flat[self.order], edges)
-        busiest = int((self.begins[1:] - self.begins[:-1]).max())  # the one number the host needs
-        self.room = max(ROOM, -(-busiest // ROOM) * ROOM)
+        self.room = padded(self.tokens)
+        if 4 * experts * self.room * channels > SPARE_BYTES:
+            self.room = padded(int((self.begins[1:] - self.begins[:-1]).max()))
         self.slots = cupy.zeros(flat.shape, np.int64)
 
     def gather(self, x):

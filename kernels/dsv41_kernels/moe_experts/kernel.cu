@@ -1,5 +1,5 @@
-// Tokens to experts and back. Each expert gets `room` rows, as many as the busiest one needs, so
-// that all experts together are one batched product:
+// Tokens to experts and back. Each expert gets `room` rows, no fewer than the busiest one needs,
+// so that all experts together are one batched product:
 //
 //   gather    rows (E, room, D): row i of expert e is its i-th token, ascending; zeros behind
 //   combine   y[t] = sum over the token's experts, in ascending order, of rows[slot]

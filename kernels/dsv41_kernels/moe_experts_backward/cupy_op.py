@@ -13,7 +13,7 @@ from ..moe_experts.grouped import Groups, stacked
 def moe_experts_backward(dy, x, p, chosen, weight, limit, numerics):
     if not len(x) or numerics.batch_invariant:
         return definition.definition(dy, x, p, chosen, weight, limit, numerics)
-    groups = Groups(chosen, len(p["experts"]))
+    groups = Groups(chosen, len(p["experts"]), x.shape[1])
     dx, dweight, grads = experts_backward(dy, x, p["experts"], groups, weight, limit, numerics)
     grads = {"experts": {e: {k: {"weight": d[e]} for k, d in grads.items()} for e in p["experts"]}}
     if "shared_experts" in p:
