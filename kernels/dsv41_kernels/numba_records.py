@@ -327,7 +327,7 @@ def pack_kernel(fmt, channels, bf16):
         if (
             thread > last
         ):  # trap: where two lanes share a group, the last pair is repeated as a pair
-            piece = last - ((last - thread) & odd)
+            piece = last - ((thread - last) & odd)
         w = cuda.local.array(words, np.uint32)
         load(x, piece, w)
         row = piece // pieces
