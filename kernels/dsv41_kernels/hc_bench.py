@@ -18,7 +18,7 @@ from .bench import Case
 CONFIG = SimpleNamespace(rms_norm_eps=1e-20, hc_eps=1e-6, hc_sinkhorn_iters=20)
 STREAMS, MIX = 4, 24
 SHAPES = [(32_768, 128), (4_096, 5_120)]  # tokens of a step of the miniature; the released width
-LATEST = {"hc_coefficients": "v2", "hc_coefficients_backward": "v2"}  # their sums' version
+LATEST = dict.fromkeys(("hc_coefficients", "hc_coefficients_backward", "hc_update_backward"), "v2")
 # float32 numbers of width D that one token reads or writes
 ROWS = {
     "hc_coefficients": STREAMS,

@@ -118,6 +118,7 @@ coefficients(const float* sums, const float* base, const float* scale, float* pr
   int count = (int)min((long long)TOKENS, tokens - first);
   for (int t = warp; t < count; t += 4) {
     float total = 0.f;
+#pragma unroll 10
     for (int p = 0; p < pieces; ++p) total += sums[((first + t) * pieces + p) * SUMS + lane];
     table[t][lane] = total;
   }

@@ -57,6 +57,7 @@ through_sets(const float* sums, const float* dpre, const float* dpost, const flo
   int count = (int)min((long long)TOKENS, tokens - first);
   for (int t = warp; t < count; t += 4) {
     float total = 0.f;
+#pragma unroll 10
     for (int p = 0; p < pieces; ++p) total += sums[((first + t) * pieces + p) * SUMS + lane];
     u[t][lane] = total;
     z[t][lane] = 0.f;
