@@ -281,6 +281,24 @@ def code_storer(record, words):
 
 
 @functools.cache
+def piece_storer(fmt, channels):
+    """Device function (records, row, in_row, codes, byte): codes and scale of a piece."""
+    words, record = PIECE * fmt.element.bits // 32, fmt.record_bytes(channels)
+    store, size, width = code_storer(record, words), np.uint64(record), np.uint64(4 * words)
+    code_bytes = np.uint64(channels * fmt.element.bits // 8)
+    share = np.uint64(fmt.group // PIECE)
+
+    @cuda.jit(device=True)
+    def store_piece(records, row, in_row, codes, byte):
+        start = row * size
+        store(records, start + in_row * width, codes)
+        if in_row % share == 0:
+            records[start + code_bytes + in_row // share] = np.uint8(byte)
+
+    return store_piece
+
+
+@functools.cache
 def piece_writer(fmt, channels, bf16):
     """Device function that quantises the words of one piece and stores part `in_row` of `row`.
 
@@ -288,27 +306,20 @@ def piece_writer(fmt, channels, bf16):
     """
     amax_of, report_piece = amax_function(fmt.group, bf16), bad_function(bf16)
     scale_byte, scale_value, inverse_of = scale_functions(fmt.scale, fmt.element.largest)
-    encode, words = code_function(fmt, bf16), PIECE * fmt.element.bits // 32
-    record, floor = fmt.record_bytes(channels), np.float32(fmt.floor)
-    store, size = code_storer(record, words), np.uint64(record)
-    width, code_bytes = np.uint64(4 * words), np.uint64(channels * fmt.element.bits // 8)
-    share = np.uint64(fmt.group // PIECE)
-    row_size = np.uint64(channels)
+    encode, store = code_function(fmt, bf16), piece_storer(fmt, channels)
+    words, floor = PIECE * fmt.element.bits // 32, np.float32(fmt.floor)
+    row_size, piece_size = np.uint64(channels), np.uint64(PIECE)
 
     @cuda.jit(device=True)
     def write(w, row, in_row, mine, records, bad):
         amax = amax_of(w)
         if amax >= EXPONENT:
-            report_piece(w, bad, row * row_size + in_row * np.uint64(PIECE))
+            report_piece(w, bad, row * row_size + in_row * piece_size)
         byte = scale_byte(max(float_of(amax), floor))
-        value = scale_value(byte)
-        codes = cuda.local.array(words, np.uint32)
+        value, codes = scale_value(byte), cuda.local.array(words, np.uint32)
         encode(w, amax, value, inverse_of(byte, value), codes)
-        start = row * size
         if mine:
-            store(records, start + in_row * width, codes)
-            if in_row % share == 0:
-                records[start + code_bytes + in_row // share] = np.uint8(byte)
+            store(records, row, in_row, codes, byte)
 
     return write
 

@@ -74,13 +74,27 @@ def inverse_root(v):
 
 
 @functools.cache
+def normaliser(bf16):
+    """Device function (w, factor, weight, y): a piece times both, as bf16 pairs."""
+    number = piece_functions(bf16)[2]
+
+    @cuda.jit(device=True)
+    def normalise(w, factor, weight, y):
+        for i in range(PAIRS):
+            low = number(w, 2 * i) * factor * float_of(weight[2 * i])
+            high = number(w, 2 * i + 1) * factor * float_of(weight[2 * i + 1])
+            y[i] = bf16x2(low, high)
+
+    return normalise
+
+
+@functools.cache
 def norm_kernel(channels, bf16):
     """The kernel (x, weight and records as flat bytes, bad, rows, eps): a thread 16 channels."""
-    words, load, number = piece_functions(bf16)
-    load_weight, share = piece_functions(False)[1], np.float32(1 / channels)
-    pieces = np.uint64(channels // PIECE)
+    (words, load, _), load_weight = piece_functions(bf16), piece_functions(False)[1]
+    pieces, share = np.uint64(channels // PIECE), np.float32(1 / channels)
     block_sum, squares = sum_function(threads_of(channels) // 32), squares_function(bf16)
-    write = piece_writer(ACTIVATION_FP8, channels, True)
+    normalise, write = normaliser(bf16), piece_writer(ACTIVATION_FP8, channels, True)
 
     @cuda.jit
     def norm(x, weight, records, bad, rows, eps):
@@ -99,11 +113,7 @@ def norm_kernel(channels, bf16):
             if after < rows:
                 load(x, after * pieces + piece, coming)
             total = block_sum(squares(w) if mine else np.float32(0), turn)
-            factor = inverse_root(total * share + eps)
-            for i in range(PAIRS):
-                low = number(w, 2 * i) * factor * float_of(factors[2 * i])
-                high = number(w, 2 * i + 1) * factor * float_of(factors[2 * i + 1])
-                y[i] = bf16x2(low, high)
+            normalise(w, inverse_root(total * share + eps), factors, y)
             write(y, row, piece, mine, records, bad)
             row, turn = after, np.uint32(np.uint32(1) - turn)
 
