@@ -53,7 +53,11 @@ def _module():
     cupy.ascontiguousarray = lambda x, dtype=None: (
         x if x.flags.c_contiguous and dtype in (None, x.dtype) else on_device(np.array(x, dtype))
     )
-    runtime = types.SimpleNamespace(getDevice=lambda: 0)
+    runtime = types.SimpleNamespace(
+        getDevice=lambda: 0,
+        cudaDevAttrMultiProcessorCount=16,
+        deviceGetAttribute=lambda attribute, device: 132,
+    )
     processors = {"MultiProcessorCount": 132}
     device = lambda: types.SimpleNamespace(id=0, attributes=processors)  # noqa: E731
     stream = lambda: types.SimpleNamespace(ptr=0)  # noqa: E731

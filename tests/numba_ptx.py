@@ -15,26 +15,23 @@ from dsv41.quant import ACTIVATION_FP8, INDEX_FP4, MAIN_KV_FP4
 
 HOPPER = (9, 0)
 FORMATS = ((MAIN_KV_FP4, 512), (INDEX_FP4, 128), (ACTIVATION_FP8, 512))
-WORDS = {1: t.uint8, 2: t.uint16, 4: t.uint32, 8: t.uint64}
-BYTES, LINE = t.uint8[:, ::1], t.uint64[::1]
+BYTES, WORD = t.uint8[::1], t.uint64[::1]
 
 
 def kernels():
     """-> name, Python function, types of its arguments."""
-    from dsv41_kernels.numba_records import load_bytes, pack_kernel, store_bytes, unpack_kernel
+    from dsv41_kernels.numba_records import pack_kernel, unpack_kernel
     from dsv41_kernels.rmsnorm_fp8.numba_op import norm_kernel
 
     for bf16 in (False, True):
         for fmt, channels in FORMATS:
-            words = WORDS[store_bytes(fmt.record_bytes(channels))][:, ::1]
             pack = pack_kernel(fmt, channels, bf16).py_func
-            yield f"pack {fmt.name} {bf16}", pack, (LINE, words, BYTES, LINE, t.int64)
-            words = WORDS[load_bytes(fmt, channels, bf16)][:, ::1]
+            yield f"pack {fmt.name} {bf16}", pack, (BYTES, BYTES, WORD, t.uint64)
             unpack = unpack_kernel(fmt, channels, bf16).py_func
-            yield f"unpack {fmt.name} {bf16}", unpack, (words, BYTES, LINE, t.int64)
-        words = WORDS[store_bytes(5280)][:, ::1]
+            yield f"unpack {fmt.name} {bf16}", unpack, (BYTES, BYTES, t.uint64)
+
         norm = norm_kernel(5120, bf16).py_func
-        yield f"rmsnorm {bf16}", norm, (LINE, t.float32[::1], words, BYTES, LINE, t.float32)
+        yield f"rmsnorm {bf16}", norm, (BYTES, BYTES, BYTES, WORD, t.uint64, t.float32)
 
 
 def main():

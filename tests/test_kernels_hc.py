@@ -86,6 +86,20 @@ def test_coefficients_of_the_released_width_are_within_1e_6_of_float64(cupy, tok
 
 
 @pytest.mark.gpu
+@pytest.mark.parametrize(("s", "width"), [(4, 2), (4, 300), (2, 514), (4, 5120)])
+def test_both_versions_of_the_sums_agree(cupy, s, width):
+    from dsv41_kernels.hc_coefficients.cupy_op import mixing_sums
+
+    for tokens in (1, 25, 700):
+        x, fn = arguments("hc_coefficients", tokens, s, width)[:2]
+        want = np.concatenate([x.reshape(tokens, -1) @ fn.T, np.square(x).sum((1, 2))[:, None]], 1)
+        moved = cupy.asarray(x), cupy.asarray(fn)
+        for version in ("v1", "v2"):
+            got = mixing_sums(*moved, version).sum(axis=1).get()[:, : len(fn) + 1]
+            assert_close(f"{version}, {tokens} tokens", got, want, rel=1e-5, floor=1e-4)
+
+
+@pytest.mark.gpu
 @pytest.mark.parametrize("op", NAMES)
 def test_repeats_have_the_same_bits(cupy, op):
     given = arguments(op, 300, 4, 128)

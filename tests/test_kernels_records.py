@@ -261,15 +261,22 @@ def test_rmsnorm_with_cast(cupy, channels, dtype):
     x, weight = rows_for_norm(70, channels, dtype)
     moved, scale = cupy.asarray(x), cupy.asarray(weight)
     fast = channels % 256 == 0 and channels <= 5120 and dtype == BF16
-    for version in ("v1", "v2", "v3", "v4")[: 4 if fast else 3]:
+    found = {}
+    for version in ("v1", "v2", "v3", "v5", "v4")[: 5 if fast else 4]:
         out = cupy.zeros((70, ACTIVATION_FP8.record_bytes(channels)), np.uint8)
         launch_rmsnorm(moved, scale, out, cupy.zeros(1, np.uint64), 1e-6, version)
         assert_casts_nearly(out.get(), x, weight, 1e-6)
+        found[version] = out
+    assert_same("v3 = v2", found["v3"], found["v2"])
+    assert_same("v5 = v2", found["v5"], found["v2"])
     whole = rmsnorm_fp8(moved, scale, 1e-6, OFFICIAL)
     assert_same("alone", rmsnorm_fp8(moved[:1], scale, 1e-6, OFFICIAL), whole[:1])
-    many = cupy.asarray(np.concatenate([x] * 20))
+    many = cupy.asarray(np.concatenate([x] * 20))  # so many that blocks take several rows
     for _ in range(100):
-        assert_same("in a batch", rmsnorm_fp8(many, scale, 1e-6, OFFICIAL)[:70], whole)
+        got = rmsnorm_fp8(many, scale, 1e-6, OFFICIAL)
+        assert_same(
+            "in a batch", got.reshape(20, 70, -1), cupy.broadcast_to(whole, (20, *whole.shape))
+        )
 
 
 @pytest.mark.gpu
@@ -446,7 +453,10 @@ def test_numba_rmsnorm_with_cast_on_the_device(cupy, channels):
         x, weight = rows_for_norm(70, channels, dtype)
         with use("numba"):
             got = rmsnorm_fp8(cupy.asarray(x), cupy.asarray(weight), 1e-6, OFFICIAL)
+            many = cupy.asarray(np.concatenate([x] * 20))  # blocks take several rows
+            batch = rmsnorm_fp8(many, cupy.asarray(weight), 1e-6, OFFICIAL)
         assert_casts_nearly(got.get(), x, weight, 1e-6)
+        assert_same("in a batch", batch[-70:], got)
 
 
 def test_numba_kernels_compile_for_hopper_in_registers_and_single_precision():

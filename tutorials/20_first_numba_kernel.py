@@ -602,9 +602,13 @@ assert all(r["error"] == 0 for r in found), "what was timed was checked first, b
 #
 # ## The module gives the same numbers
 #
-# [numba_records.pack_kernel](../kernels/dsv41_kernels/numba_records.py#pack_kernel) is our
-# `wide_loads` with the codes by adding, for every format: sizes are constants of a closure, so the
-# compiler unrolls the loops.
+# [numba_records.pack_kernel](../kernels/dsv41_kernels/numba_records.py#pack_kernel) goes on where
+# we stop. A thread still packs 16 numbers, for every format; sizes are constants of a closure, so
+# the compiler unrolls the loops. But it loads 16 bytes at a time, so that two requests touch every
+# sector of a group, and the second finds in the cache what the first has fetched: no tile, no
+# barrier. And two bf16 stay in one word of 32 bits, so that one instruction rounds both.
+# [numba_instructions.py](../kernels/dsv41_kernels/numba_instructions.py) hands Numba the
+# instructions it has no name for, each with its meaning in Python for this simulator.
 
 # %%
 import ml_dtypes

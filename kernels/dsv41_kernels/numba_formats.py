@@ -60,8 +60,9 @@ def e4m3_value(code):
 @device
 def e2m1_value(code):
     """Its exponent and mantissa at the place of a float's are the value times 2^-126."""
-    value = float_of(np.uint32(code & np.uint32(7)) << U22) * np.float32(2.0**126)
-    return -value if code & np.uint32(8) else value
+    bits = np.uint32(np.uint32(code & np.uint32(7)) << U22)
+    sign = np.uint32(np.uint32(code & np.uint32(8)) << np.uint32(28))
+    return float_of(np.uint32(bits | sign)) * np.float32(2.0**126)
 
 
 @device

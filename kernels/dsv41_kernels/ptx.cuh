@@ -106,3 +106,15 @@ __device__ inline void store_relaxed(u64* at, u64 value) {
 __device__ inline void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
 }
+
+// 16 bytes from global to shared memory without a register in between. Copies are gathered in groups,
+// which arrive in order: wait_all_but<N> lets the N latest be on their way.
+__device__ inline void copy_16(void* shared, const void* global) {
+  u32 to = (u32)__cvta_generic_to_shared(shared);
+  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
+}
+__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
+template <int NEWEST>
+__device__ inline void wait_all_but() {
+  asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
+}

@@ -13,6 +13,7 @@
 
 constexpr int TOKENS = 32;  // of a block of through_sets
 constexpr int SPAN = 128;   // tokens that one thread of stream_gradients adds up
+constexpr int AHEAD = 8;    // of them, loaded before they are needed
 
 // One token's sums u, in place, into dm = du / rms (MIX) and the factor of v, which stands behind
 // them; z receives dz (MIX) and the three sums of dz * u.
@@ -57,6 +58,7 @@ through_sets(const float* sums, const float* dpre, const float* dpost, const flo
   int count = (int)min((long long)TOKENS, tokens - first);
   for (int t = warp; t < count; t += 4) {
     float total = 0.f;
+#pragma unroll 10
     for (int p = 0; p < pieces; ++p) total += sums[((first + t) * pieces + p) * SUMS + lane];
     u[t][lane] = total;
     z[t][lane] = 0.f;
@@ -74,11 +76,31 @@ through_sets(const float* sums, const float* dpre, const float* dpost, const flo
   }
 }
 
+// One token's part: dw += row x, and row . w - x * row[MIX], what x's gradient is.
+__device__ __forceinline__ float through_token(const float4* from, const float (&w)[MIX],
+                                               float (&dw)[MIX], float in) {
+  float row[SUMS], sum = 0.f;
+#pragma unroll
+  for (int q = 0; q < (MIX + 4) / 4; ++q) {
+    float4 four = from[q];
+    row[4 * q] = four.x, row[4 * q + 1] = four.y;
+    row[4 * q + 2] = four.z, row[4 * q + 3] = four.w;
+  }
+#pragma unroll
+  for (int m = 0; m < MIX; ++m) {
+    sum += row[m] * w[m];
+    dw[m] += row[m] * in;
+  }
+  return sum - in * row[MIX];
+}
+
 // One thread owns one of the W columns: it holds that column of fn and of dfn, and walks through
-// SPAN tokens: dstreams = dm . fn - x * dm[MIX], dfn += dm x. parts (spans, MIX, W).
+// SPAN tokens: dstreams = dm . fn - x * dm[MIX], dfn += dm x. parts (spans, MIX, W). The next AHEAD
+// numbers of x are always on their way: one at a time, 20 warps would wait for 2.5 KB an SM.
 extern "C" __global__ void __launch_bounds__(128)
-stream_gradients(const float* x, const float* fn, const float* dm, float* dstreams, float* parts,
-                 long long tokens, int width) {
+stream_gradients(const float* __restrict__ x, const float* __restrict__ fn,
+                 const float* __restrict__ dm, float* __restrict__ dstreams,
+                 float* __restrict__ parts, long long tokens, int width) {
   __shared__ float4 rows[SPAN][SUMS / 4];
   long long first = blockIdx.y * (long long)SPAN;
   int count = (int)min((long long)SPAN, tokens - first), c = blockIdx.x * 128 + threadIdx.x;
@@ -89,21 +111,20 @@ stream_gradients(const float* x, const float* fn, const float* dm, float* dstrea
   float w[MIX], dw[MIX] = {};
 #pragma unroll
   for (int m = 0; m < MIX; ++m) w[m] = fn[(long long)m * width + c];
-#pragma unroll 4
-  for (int t = 0; t < count; ++t) {
-    float row[SUMS], in = x[(first + t) * width + c], sum = 0.f;
+  const float* column = x + first * width + c;
+  float* out = dstreams + first * width + c;
+  float in[AHEAD], ahead[AHEAD];
 #pragma unroll
-    for (int q = 0; q < (MIX + 4) / 4; ++q) {
-      float4 four = rows[t][q];
-      row[4 * q] = four.x, row[4 * q + 1] = four.y;
-      row[4 * q + 2] = four.z, row[4 * q + 3] = four.w;
+  for (int u = 0; u < AHEAD; ++u) ahead[u] = column[(long long)min(u, count - 1) * width];
+  for (int t = 0; t < count; t += AHEAD) {
+#pragma unroll
+    for (int u = 0; u < AHEAD; ++u) {
+      in[u] = ahead[u];
+      ahead[u] = column[(long long)min(t + AHEAD + u, count - 1) * width];
     }
 #pragma unroll
-    for (int m = 0; m < MIX; ++m) {
-      sum += row[m] * w[m];
-      dw[m] += row[m] * in;
-    }
-    dstreams[(first + t) * width + c] = sum - in * row[MIX];
+    for (int u = 0; u < AHEAD; ++u)
+      if (t + u < count) out[(long long)(t + u) * width] = through_token(rows[t + u], w, dw, in[u]);
   }
 #pragma unroll
   for (int m = 0; m < MIX; ++m) parts[(blockIdx.y * (long long)MIX + m) * width + c] = dw[m];

@@ -16,7 +16,8 @@ def hc_update_backward(dnew, streams, y, post, comb):
     inputs = dnew, streams, y, post, on_device("comb", comb, (tokens, s, s))
     outputs = tuple(cupy.empty_like(x) for x in inputs[1:])
     if tokens:
-        run = kernel("hc_update_backward", "hc_update_backward", S=s)
+        name = "hc_update_backward" + ("" if width % 4 else "_v2")  # by the width, not the batch
+        run = kernel("hc_update_backward", name, S=s)
         arguments = (*inputs, *outputs, np.int64(tokens), np.int32(width))
         run(grid(tokens, THREADS // 32), (THREADS,), arguments)
     return outputs

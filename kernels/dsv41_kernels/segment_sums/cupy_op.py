@@ -7,11 +7,14 @@ from ..launch import kernel
 
 
 def segment_sums(values, first):
-    values, first = cupy.ascontiguousarray(values, cupy.float32), first.astype(cupy.int64)
+    values = cupy.ascontiguousarray(values, cupy.float32)
+    first = cupy.ascontiguousarray(first, cupy.int64)
     rows, channels = values.shape
     out = cupy.empty((len(first), channels), cupy.float32)
     if len(first):
-        threads = (min(256, 32 * -(-channels // 32)),)
+        wide = channels % 4 == 0 and values.data.ptr % 16 == 0
+        name, lanes = ("segment_sums_v2", channels // 4) if wide else ("segment_sums", channels)
+        threads = (min(256, 32 * -(-lanes // 32)),)
         arguments = (values, first, out, np.int64(rows), np.int64(len(first)), np.int32(channels))
-        kernel("segment_sums", "segment_sums")((len(first),), threads, arguments)
+        kernel("segment_sums", name)((len(first),), threads, arguments)
     return out
