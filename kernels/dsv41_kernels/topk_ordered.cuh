@@ -176,7 +176,7 @@ struct Chooser {
     __syncthreads();
     unsigned piece = keep_piece(counts, range);  // each warp for itself: that saves a barrier
     range.low = low + (piece << shift);
-    range.high = min(range.high, range.low + ((1u << shift) - 1));
+    range.high = range.low + min(range.high - range.low, (1u << shift) - 1);  // no sum overflows
   }
 
   __device__ __forceinline__ unsigned keep_piece(const unsigned* counts, Range& range) {
