@@ -33,6 +33,13 @@ __device__ __forceinline__ float larger(float a, float b) {  // of a number and 
   return out;
 }
 
+// order_key of what is above a bound, hence neither NaN nor -inf
+__device__ __forceinline__ unsigned key_above(float x) {
+  asm("add.f32 %0, %1, 0f00000000;" : "=f"(x) : "f"(x));  // -0 becomes 0
+  unsigned bits = __float_as_uint(x);
+  return bits ^ ((unsigned)((int)bits >> 31) | 0x80000000u);
+}
+
 // the score such that x > it for just the scores x with order_key(x) > key
 __device__ __forceinline__ float score_of(unsigned key) {
   if (key < 0x00800000u) return __uint_as_float(0xff800000u);  // -inf: every number is above
@@ -118,7 +125,7 @@ struct Range {               // of keys, both ends in it, and in it
 
 struct Chooser {
   struct Board {  // in shared memory; what is used in turns needs no barrier before its next use
-    unsigned counts[3][256], sums[2][2][32], few[FEW], places;
+    unsigned counts[2][256], sums[2][2][32], found[2][3], few[FEW], places;
   }* board;
   int turn = 0, step = 0;
   unsigned bound = 0;  // chosen: keys above it,
@@ -166,33 +173,37 @@ struct Chooser {
   template <class Each>
   __device__ __forceinline__ void narrow(Each each, Range& range) {
     unsigned low = range.low, width = range.high - low;
-    unsigned *counts = board->counts[step % 3], *next = board->counts[(step + 1) % 3];
+    unsigned *counts = board->counts[step % 2], *next = board->counts[(step + 1) % 2];
     int shift = max(0, 24 - __clz(width));
     for (int i = threadIdx.x; i < 256; i += blockDim.x) next[i] = 0;
     each([&](unsigned key) {
-      if (key - low <= width) atomicAdd(&counts[(key - low) >> shift], 1u);
+      unsigned piece = (key - low) >> shift;
+      if (key - low <= width) atomicAdd(&counts[piece % 8 * 32 + piece / 8], 1u);
     });
     ++step;
     __syncthreads();
-    unsigned piece = keep_piece(counts, range);  // each warp for itself: that saves a barrier
-    range.low = low + (piece << shift);
-    range.high = range.low + min(range.high - range.low, (1u << shift) - 1);  // no sum overflows
+    if (threadIdx.x < 32) find_piece(counts, range.left);
+    __syncthreads();
+    const unsigned* found = board->found[step % 2];
+    range.low = low + (found[0] << shift), range.left = found[1], range.count = found[2];
+    range.high = range.low + min(low + width - range.low, (1u << shift) - 1);  // without overflow
   }
 
-  __device__ __forceinline__ unsigned keep_piece(const unsigned* counts, Range& range) {
-    unsigned n[8], sum = 0, top = 255 - 8 * (threadIdx.x % 32), piece = 0, rest = 0, count = 0;
+  // by the first warp: all of them would wait for one another's instructions
+  __device__ __forceinline__ void find_piece(const unsigned* counts, unsigned left) {
+    unsigned n[8], sum = 0, eight = 31 - threadIdx.x, *found = board->found[step % 2];
 #pragma unroll
-    for (int i = 0; i < 8; ++i) n[i] = counts[top - i], sum += n[i];
+    for (int i = 0; i < 8; ++i) n[i] = counts[(7 - i) * 32 + eight], sum += n[i];
     unsigned seen = warp_before(sum);
+    bool here = seen < left && left <= seen + sum;
+    if (__any_sync(~0u, here) ? !here : threadIdx.x > 0) return;
+    unsigned piece = 0, rest = 0, count = 0;
 #pragma unroll
     for (int i = 0; i < 8; ++i) {
-      if (seen < range.left && range.left <= seen + n[i])
-        piece = top - i, rest = range.left - seen, count = n[i];
+      if (seen < left && left <= seen + n[i]) piece = eight * 8 + 7 - i, rest = left - seen, count = n[i];
       seen += n[i];
     }
-    int owner = max(0, __ffs(__ballot_sync(~0u, count > 0)) - 1);
-    range.left = __shfl_sync(~0u, rest, owner), range.count = __shfl_sync(~0u, count, owner);
-    return __shfl_sync(~0u, piece, owner);
+    found[0] = piece, found[1] = rest, found[2] = count;
   }
 
   // low: a key that at least `rank` of the threads' keys reach, and few more, or 1 if fewer have one;
@@ -205,17 +216,17 @@ struct Chooser {
     unsigned high = range.high;
     if (rank > (int)blockDim.x || high == 0) return {1, high};
     do narrow(each, range);
-    while (range.count > 12 && range.low < range.high);
+    while (range.count > 16 && range.low < range.high);
     return {range.count ? range.low : 1u, high};
   }
 
-  // list[i], i < count, none 0 and all in `range` -> bound and room of the k best
-  __device__ __forceinline__ void find_bound(const unsigned* list, int count, int k, Range range) {
+  // keys list[i].x, i < count, none 0 and all in `range` -> bound and room of the k best
+  __device__ __forceinline__ void find_bound(const uint2* list, int count, int k, Range range) {
     bound = room = 0;
     if (count <= k) return;
     auto each = [&](auto f) {
 #pragma unroll 1
-      for (int i = threadIdx.x; i < count; i += blockDim.x) f(list[i]);
+      for (int i = threadIdx.x; i < count; i += blockDim.x) f(list[i].x);
     };
     __syncthreads();
     if (range.high == 0) range = range_of(each, k, count);
@@ -234,22 +245,26 @@ struct Chooser {
       if (key - range.low <= range.high - range.low) board->few[atomicAdd(&board->places, 1u)] = key;
     });
     __syncthreads();
-    if (threadIdx.x == 0) board->places = 0;
-    unsigned lane = threadIdx.x % 32, mine = lane < range.count ? board->few[lane] : 0u;
-    unsigned above = 0, equal = 0;
-    for (int other = 0; other < (int)range.count; ++other) {
-      unsigned key = __shfl_sync(~0u, mine, other);
-      above += key > mine, equal += key == mine;
+    unsigned* found = board->found[step % 2];
+    if (threadIdx.x < 32) {
+      unsigned lane = threadIdx.x, mine = lane < range.count ? board->few[lane] : 0u;
+      unsigned above = 0, equal = 0;
+      for (int other = 0; other < (int)range.count; ++other) {
+        unsigned key = __shfl_sync(~0u, mine, other);
+        above += key > mine, equal += key == mine;
+      }
+      if (lane < range.count && above < range.left && range.left <= above + equal)
+        found[0] = mine, found[1] = range.left - above;  // equal keys write the same
+      if (lane == 0) board->places = 0;
     }
-    bool here = lane < range.count && above < range.left && range.left <= above + equal;
-    int owner = __ffs(__ballot_sync(~0u, here)) - 1;
-    bound = __shfl_sync(~0u, mine, owner), room = range.left - __shfl_sync(~0u, above, owner);
+    __syncthreads();
+    bound = found[0], room = found[1];
   }
 
-  // emit(rank, i) for the k best of list[i], i < count, rank ascending with i -> how many. range:
-  // of the keys, or {} if not known
+  // emit(rank, list[i]) for the k best of list[i], i < count, rank ascending with i -> how many.
+  // range: of the keys, or {} if not known
   template <class Emit>
-  __device__ __forceinline__ int choose(const unsigned* list, int count, int k, Range range,
+  __device__ __forceinline__ int choose(const uint2* list, int count, int k, Range range,
                                         Emit emit) {
     find_bound(list, count, k, range);
     __syncthreads();
@@ -257,13 +272,14 @@ struct Chooser {
     int begin = min(count, share * (int)threadIdx.x), end = min(count, begin + share);
     unsigned mine = 0, all;  // above it, and equal << 16
 #pragma unroll 1
-    for (int i = begin; i < end; ++i) mine += (list[i] > bound) + ((list[i] == bound) << 16);
+    for (int i = begin; i < end; ++i) mine += (list[i].x > bound) + ((list[i].x == bound) << 16);
     unsigned ahead = before(mine, all), level = ahead >> 16;
     ahead &= 0xffff;
 #pragma unroll 1
     for (int i = begin; i < end; ++i) {
-      if (list[i] > bound) emit(ahead++ + min(level, room), i);
-      if (list[i] == bound && level++ < room) emit(ahead + level - 1, i);
+      uint2 entry = list[i];
+      if (entry.x > bound) emit(ahead++ + min(level, room), entry);
+      if (entry.x == bound && level++ < room) emit(ahead + level - 1, entry);
     }
     return (all & 0xffff) + min(all >> 16, room);
   }
@@ -272,10 +288,10 @@ struct Chooser {
 // ---- the list -------------------------------------------------------------------------------------
 
 struct List {
-  unsigned *keys, *names;  // (size) each, in shared memory
+  uint2* at;  // (size) in shared memory: keys and numbers in the row
   int size, used = 0;
 
-  __device__ List(unsigned* memory, int size) : keys(memory), names(memory + size), size(size) {}
+  __device__ List(uint2* memory, int size) : at(memory), size(size) {}
 
   // what is above the bound of the block's scores, number(i) of them from `first` on
   __device__ __forceinline__ void append(Chooser& chooser, const float* scores, int first,
@@ -299,24 +315,20 @@ struct List {
                                                unsigned place, unsigned ahead, unsigned total) {
 #pragma unroll
     for (int turn = 0; turn < 4; ++turn) {
-      unsigned to = place + (ahead >> 8 * turn & 255);
+      uint2* to = at + place + (ahead >> 8 * turn & 255);
 #pragma unroll
       for (int i = 4 * turn; i < 4 * turn + 4; ++i)
-        if (marks >> i & 1) {
-          keys[to] = order_key(scores[i]), names[to] = first + Row::number(i);
-          ++to;
-        }
+        if (marks >> i & 1) *to++ = make_uint2(key_above(scores[i]), first + Row::number(i));
       place += total >> 8 * turn & 255;
     }
   }
 
   // keep the k best alone; `spare` (k) is written over -> the new bound: later scores are above it
   __device__ __forceinline__ unsigned cut(Chooser& chooser, int k, uint2* spare) {
-    used = chooser.choose(keys, used, k, Range(), [&](unsigned rank, int i) {
-      spare[rank] = make_uint2(keys[i], names[i]);
-    });
+    auto emit = [&](unsigned rank, uint2 entry) { spare[rank] = entry; };
+    used = chooser.choose(at, used, k, Range(), emit);
     __syncthreads();
-    for (int i = threadIdx.x; i < used; i += blockDim.x) keys[i] = spare[i].x, names[i] = spare[i].y;
+    for (int i = threadIdx.x; i < used; i += blockDim.x) at[i] = spare[i];
     __syncthreads();
     return chooser.bound + (chooser.room == 0);
   }
@@ -364,9 +376,8 @@ __device__ __forceinline__ unsigned best_key(const float* scores) {
 template <class Name>
 __device__ __forceinline__ void write_chosen(const List& list, Chooser& chooser, int k, Range range,
                                              long long* out, Name name) {
-  int chosen = chooser.choose(list.keys, list.used, k, range, [&](unsigned rank, int i) {
-    out[rank] = name(list.names[i]);
-  });
+  auto emit = [&](unsigned rank, uint2 entry) { out[rank] = name(entry.y); };
+  int chosen = chooser.choose(list.at, list.used, k, range, emit);
   for (int i = chosen + threadIdx.x; i < k; i += blockDim.x) out[i] = -1;
 }
 
@@ -382,7 +393,7 @@ __device__ __forceinline__ void write_chosen(const List& list, Chooser& chooser,
 template <class Source, class Visible, class Name>
 __device__ __forceinline__ void choose_short(Source row, Visible visible, int k, int size, long long* out,
                                              Name name) {
-  extern __shared__ unsigned memory[];
+  extern __shared__ uint2 memory[];
   __shared__ Chooser::Board board;
   float scores[PER_THREAD];
   row.load(scores, 0);
@@ -405,7 +416,7 @@ __device__ __forceinline__ float guess(Chooser& chooser, const Row& row, float* 
 template <class Visible>
 __device__ __forceinline__ void choose_long(Row row, Visible visible, int k, int rank, int size,
                                             long long* out) {
-  extern __shared__ unsigned memory[];
+  extern __shared__ uint2 memory[];
   __shared__ Chooser::Board board;
   float scores[PER_THREAD], sample[PER_THREAD];
   row.sample(sample);
@@ -429,7 +440,7 @@ template <class Visible>
 __device__ __forceinline__ void filter_part(Row row, Visible visible, int part, int length, int k,
                                             int rank, int size, uint2* found, int limit,
                                             unsigned* count) {
-  extern __shared__ unsigned memory[];
+  extern __shared__ uint2 memory[];
   __shared__ Chooser::Board board;
   int begin = part * length;
   float scores[PER_THREAD], sample[PER_THREAD];
@@ -442,8 +453,7 @@ __device__ __forceinline__ void filter_part(Row row, Visible visible, int part, 
   list.survive(chooser, row, scores, begin, min(row.visible, begin + length), bound, k, found);
   if (list.used > limit) list.cut(chooser, k, found);
   __syncthreads();
-  for (int i = threadIdx.x; i < list.used; i += blockDim.x)
-    found[i] = make_uint2(list.keys[i], list.names[i]);
+  for (int i = threadIdx.x; i < list.used; i += blockDim.x) found[i] = list.at[i];
   if (threadIdx.x == 0) *count = list.used | (bound > score_of(0) ? GUESSED : 0u);
 }
 
@@ -463,8 +473,7 @@ __device__ __forceinline__ bool gather_parts(List& list, Chooser& chooser, const
 #pragma unroll
     for (int half = MOST_PARTS / 2; half; half /= 2)
       if (part + half < parts && starts[part + half] <= i) part += half;
-    uint2 entry = found[(long long)part * limit + i - starts[part]];
-    list.keys[i] = entry.x, list.names[i] = entry.y;
+    list.at[i] = found[(long long)part * limit + i - starts[part]];
   }
   return true;
 }
@@ -473,7 +482,7 @@ template <class Visible>
 __device__ __forceinline__ void settle_parts(Row row, Visible visible, int k, const uint2* found,
                                              const unsigned* counts, int parts, int limit,
                                              long long* out) {
-  extern __shared__ unsigned memory[];
+  extern __shared__ uint2 memory[];
   __shared__ Chooser::Board board;
   Chooser chooser(&board);
   List list(memory, MOST_LISTED);
