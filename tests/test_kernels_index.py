@@ -194,19 +194,25 @@ def test_topk_of_long_rows(cupy, count, k):
 TOPK_VERSIONS = {
     "v2": lambda o, *a: o.choose_long("index_topk", a[:2], a[0].shape[1], a[2]),
     "short": lambda o, *a: o.choose_short(*a),
+    "short, 32": lambda o, *a: o.choose_short(*a, PER_THREAD=32),
     "long": lambda o, *a: o.choose_long(*a),
     "2 parts": lambda o, *a: o.choose_rows(*a, parts=2),
     "9 parts": lambda o, *a: o.choose_rows(*a, parts=9),
     "256 parts": lambda o, *a: o.choose_rows(*a, parts=256),
+    "small settle": lambda o, *a: o.choose_rows(*a, parts=5, settlers=512),
 }
+SHORT_SIZES = [(16_384, 512), (16_384, 3000), (5001, 1)]
 LONG_SIZES = [(51_201, 1), (300_000, 512), (300_001, 4096)]
 
 
 @pytest.mark.gpu
 @pytest.mark.parametrize(
     "version, count, k",
-    [("short", 16_384, 512), ("short", 16_384, 3000), ("short", 5001, 1)]
-    + [(v, *sizes) for v in TOPK_VERSIONS if v != "short" for sizes in LONG_SIZES],
+    [
+        (version, *sizes)
+        for version in TOPK_VERSIONS
+        for sizes in (SHORT_SIZES if version.startswith("short") else LONG_SIZES)
+    ],
 )
 def test_every_version_of_topk(cupy, version, count, k):
     from dsv41_kernels import longrows, orderedrows

@@ -14,7 +14,7 @@ MOST_CHOSEN = 4096  # from longer rows
 BLOCKS = 264  # two on each of the 132 SMs of a Hopper
 
 
-def choose_rows(scores, visible, k, per=1, parts=None):
+def choose_rows(scores, visible, k, per=1, parts=None, settlers=1024):
     """The k best of each row (T, N) f32, of the first ceil(visible / per) -> (T, k) int64.
 
     k is at most MOST_CHOSEN where rows are longer than SHORT.
@@ -25,16 +25,17 @@ def choose_rows(scores, visible, k, per=1, parts=None):
     parts, length = split(rows, count, parts)
     if parts == 1:
         return choose_long(scores, visible, k, per)
-    return choose_in_parts(scores, visible, k, per, parts, length)
+    return choose_in_parts(scores, visible, k, per, parts, length, settlers)
 
 
-def choose_short(scores, visible, k, per=1):
+def choose_short(scores, visible, k, per=1, **macros):
     """One launch, rows in registers."""
     rows, count = scores.shape
     chosen = cupy.empty((rows, k), np.int64)
-    run = kernel("index_topk", "short_v3", shared=8 * SHORT)
+    run = kernel("index_topk", "short_v3", shared=8 * SHORT, **macros)
     sizes = np.int64(count), np.int32(per), np.int32(k)
-    launch(run, rows if k else 0, threads(count), (scores, visible, chosen, *sizes), 8 * count)
+    block = threads(count, macros.get("PER_THREAD", PER_THREAD))
+    launch(run, rows if k else 0, block, (scores, visible, chosen, *sizes), 8 * count)
     return chosen
 
 
@@ -48,8 +49,8 @@ def choose_long(scores, visible, k, per=1):
     return chosen
 
 
-def choose_in_parts(scores, visible, k, per, parts, length):
-    """Two launches, each row by `parts` blocks and one more."""
+def choose_in_parts(scores, visible, k, per, parts, length, settlers=1024):
+    """Two launches, each row by `parts` blocks and one more, of `settlers` threads."""
     rows, count = scores.shape
     size, limit = SPAN + k, max(2 * k, 512)
     chosen = cupy.empty((rows, k), np.int64)
@@ -62,7 +63,7 @@ def choose_in_parts(scores, visible, k, per, parts, length):
     run = kernel("index_topk", "settle_v3", shared=8 * MOST_LISTED)
     arrays = scores, visible, found, counts, chosen
     sizes = *sizes[:3], np.int32(parts), np.int32(limit)
-    launch(run, rows if k else 0, 1024, (*arrays, *sizes), 8 * MOST_LISTED)
+    launch(run, rows if k else 0, settlers, (*arrays, *sizes), 8 * MOST_LISTED)
     return chosen
 
 
@@ -74,9 +75,9 @@ def rank(k, count):
     return int(share + 6 * share**0.5 + 8)
 
 
-def threads(count):
-    """More for longer rows, in whole warps, at least one for 16 scores."""
-    return min(1024, max(64, 32 * -(-count // 256)))
+def threads(count, per_thread=PER_THREAD):
+    """More for longer rows, in whole warps: half of the scores of a thread, as far as that goes."""
+    return min(SHORT // per_thread, max(64, 32 * -(-count // (16 * per_thread))))
 
 
 @functools.cache
@@ -88,10 +89,12 @@ def split(rows, count, parts=None):
     depend on the parts.
     """
     spans = -(-count // SPAN)
+    most = 1 if rows > 4 * BLOCKS else min(spans, MOST_PARTS)
+    some = {max(1, min(most, waves * BLOCKS // rows)) for waves in (1, 2, 3, 4)}
 
     def time(n):
         return -(-rows * n // BLOCKS) * (-(-spans // n) + 1.5) + (2 if n > 1 else 0)
 
-    best = parts or min(range(1, min(spans, MOST_PARTS) + 1), key=time)
+    best = parts or min(sorted({1} | some), key=time)
     length = -(-spans // best) * SPAN
     return -(-count // length), length

@@ -16,7 +16,10 @@
 // k best and goes on with their last one as the bound, which loses nothing: a later equal score would
 // not be chosen. Only a sample that lies, whose bound leaves fewer than k, costs a second reading.
 
-const int PER_THREAD = 16;      // scores of a thread in registers
+#ifndef PER_THREAD
+#define PER_THREAD 16  // scores of a thread in registers, or 32
+#endif
+const int SIXTEENS = PER_THREAD / 16;
 const int MOST_LISTED = 20480;  // keys in shared memory, as many numbers beside them
 const int FEW = 32;             // keys that a warp ranks at once
 
@@ -116,6 +119,21 @@ struct Row {
   }
 };
 
+// the best of each 16 scores of a thread, as a key
+struct Best {
+  unsigned keys[SIXTEENS];
+
+  __device__ __forceinline__ Best(const float* scores) {
+#pragma unroll
+    for (int i = 0; i < SIXTEENS; ++i) {
+      float best = scores[16 * i];
+#pragma unroll
+      for (int j = 1; j < 16; ++j) best = larger(best, scores[16 * i + j]);
+      keys[i] = order_key(best);
+    }
+  }
+};
+
 // ---- what the threads of a block find out together ------------------------------------------------
 
 struct Range {               // of keys, both ends in it, and in it
@@ -206,15 +224,18 @@ struct Chooser {
     found[0] = piece, found[1] = rest, found[2] = count;
   }
 
-  // low: a key that at least `rank` of the threads' keys reach, and few more, or 1 if fewer have one;
+  // low: a key that at least `rank` of the threads' best reach, and few more, or 1 if fewer have one;
   // high: the largest
-  __device__ __forceinline__ Range reached(unsigned mine, int rank) {
+  __device__ __forceinline__ Range reached(const Best& mine, int rank) {
+    int count = SIXTEENS * blockDim.x;
     auto each = [&](auto f) {
-      if (mine) f(mine);
+#pragma unroll
+      for (int i = 0; i < SIXTEENS; ++i)
+        if (mine.keys[i]) f(mine.keys[i]);
     };
-    Range range = range_of(each, rank, blockDim.x);
+    Range range = range_of(each, rank, count);
     unsigned high = range.high;
-    if (rank > (int)blockDim.x || high == 0) return {1, high};
+    if (rank > count || high == 0) return {1, high};
     do narrow(each, range);
     while (range.count > 16 && range.low < range.high);
     return {range.count ? range.low : 1u, high};
@@ -223,12 +244,12 @@ struct Chooser {
   // keys list[i].x, i < count, none 0 and all in `range` -> bound and room of the k best
   __device__ __forceinline__ void find_bound(const uint2* list, int count, int k, Range range) {
     bound = room = 0;
+    __syncthreads();
     if (count <= k) return;
     auto each = [&](auto f) {
 #pragma unroll 1
       for (int i = threadIdx.x; i < count; i += blockDim.x) f(list[i].x);
     };
-    __syncthreads();
     if (range.high == 0) range = range_of(each, k, count);
     range.left = k, range.count = count;
     while (range.count > range.left && range.count > FEW && range.low < range.high)
@@ -267,7 +288,6 @@ struct Chooser {
   __device__ __forceinline__ int choose(const uint2* list, int count, int k, Range range,
                                         Emit emit) {
     find_bound(list, count, k, range);
-    __syncthreads();
     int share = (count + blockDim.x - 1) / blockDim.x | 1;  // odd: 32 lanes meet 32 banks
     int begin = min(count, share * (int)threadIdx.x), end = min(count, begin + share);
     unsigned mine = 0, all;  // above it, and equal << 16
@@ -296,31 +316,50 @@ struct List {
   // what is above the bound of the block's scores, number(i) of them from `first` on
   __device__ __forceinline__ void append(Chooser& chooser, const float* scores, int first,
                                          float bound) {
-    unsigned marks = 0, each = 0, ahead = 0, total = 0, all;  // each: 4 counts of 8 bits
+    unsigned marks = 0, all, sum = 0;
+    Places places[SIXTEENS];
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) mark_above(marks, 1u << i, scores[i], bound);
-    if (__any_sync(~0u, marks != 0)) {
+    if (__any_sync(~0u, marks != 0))
 #pragma unroll
-      for (int i = 0; i < 4; ++i) each |= __popc(marks >> 4 * i & 15) << 8 * i;
-      ahead = warp_before(each);
-      total = __shfl_sync(~0u, ahead + each, 31);
-    }
-    unsigned pairs = (total & 0xff00ff) + (total >> 8 & 0xff00ff);
-    unsigned place = used + chooser.warps_before((pairs & 0xffff) + (pairs >> 16), all);
-    if (marks) place_marked(marks, scores, first, place, ahead, total);
+      for (int i = 0; i < SIXTEENS; ++i) sum += places[i].find(marks >> 16 * i);
+    unsigned place = used + chooser.warps_before(sum, all);
+    if (marks)
+#pragma unroll
+      for (int i = 0; i < SIXTEENS; ++i)
+        place = place_marked(marks >> 16 * i, scores + 16 * i, first + Row::number(16 * i), place,
+                             places[i]);
     used += all;
   }
 
-  __device__ __forceinline__ void place_marked(unsigned marks, const float* scores, int first,
-                                               unsigned place, unsigned ahead, unsigned total) {
+  // 4 numbers of 8 bits, one for each 4 scores of a thread that are neighbours: how many are marked in
+  // the lanes before, and in the whole warp
+  struct Places {
+    unsigned before = 0, total = 0;
+
+    __device__ __forceinline__ unsigned find(unsigned marks) {  // -> the sum of the total
+      unsigned each = 0;
+#pragma unroll
+      for (int i = 0; i < 4; ++i) each |= __popc(marks >> 4 * i & 15) << 8 * i;
+      before = warp_before(each);
+      total = __shfl_sync(~0u, before + each, 31);
+      unsigned pairs = (total & 0xff00ff) + (total >> 8 & 0xff00ff);
+      return (pairs & 0xffff) + (pairs >> 16);
+    }
+  };
+
+  __device__ __forceinline__ unsigned place_marked(unsigned marks, const float* scores, int number,
+                                                   unsigned place, Places places) {
 #pragma unroll
     for (int turn = 0; turn < 4; ++turn) {
-      uint2* to = at + place + (ahead >> 8 * turn & 255);
+      uint2* to = at + place + (places.before >> 8 * turn & 255);
 #pragma unroll
-      for (int i = 4 * turn; i < 4 * turn + 4; ++i)
-        if (marks >> i & 1) *to++ = make_uint2(key_above(scores[i]), first + Row::number(i));
-      place += total >> 8 * turn & 255;
+      for (int i = 0; i < 4; ++i)
+        if (marks >> (4 * turn + i) & 1)
+          *to++ = make_uint2(key_above(scores[4 * turn + i]), number + 128 * turn + i);
+      place += places.total >> 8 * turn & 255;
     }
+    return place;
   }
 
   // keep the k best alone; `spare` (k) is written over -> the new bound: later scores are above it
@@ -364,14 +403,6 @@ struct List {
   }
 };
 
-// the best of 16 scores as a key
-__device__ __forceinline__ unsigned best_key(const float* scores) {
-  float best = __uint_as_float(0xff800000u);
-#pragma unroll
-  for (int i = 0; i < PER_THREAD; ++i) best = larger(best, scores[i]);
-  return order_key(best);
-}
-
 // out (k) int64: name(number) of the k best of the list, ascending, padded with -1
 template <class Name>
 __device__ __forceinline__ void write_chosen(const List& list, Chooser& chooser, int k, Range range,
@@ -401,7 +432,7 @@ __device__ __forceinline__ void choose_short(Source row, Visible visible, int k,
   Chooser chooser(&board);
   List list(memory, size);
   row.hide(scores, 0);
-  Range range = chooser.reached(best_key(scores), k);
+  Range range = chooser.reached(Best(scores), k);
   list.append(chooser, scores, 0, score_of(range.low - 1));
   write_chosen(list, chooser, k, range, out, name);
 }
@@ -409,7 +440,7 @@ __device__ __forceinline__ void choose_short(Source row, Visible visible, int k,
 // what a score of a longer row has to exceed: `rank` scores of the sample at least do
 __device__ __forceinline__ float guess(Chooser& chooser, const Row& row, float* sample, int rank) {
   row.hide_sample(sample);
-  return score_of(chooser.reached(best_key(sample), rank).low - 1);
+  return score_of(chooser.reached(Best(sample), rank).low - 1);
 }
 
 // A longer row by one block. out also serves as `spare`; size is k and 16 for each thread.
@@ -450,7 +481,8 @@ __device__ __forceinline__ void filter_part(Row row, Visible visible, int part, 
   Chooser chooser(&board);
   List list(memory, size);
   float bound = guess(chooser, row, sample, rank);
-  list.survive(chooser, row, scores, begin, min(row.visible, begin + length), bound, k, found);
+  int end = begin + max(0, min(row.visible - begin, length));
+  list.survive(chooser, row, scores, begin, end, bound, k, found);
   if (list.used > limit) list.cut(chooser, k, found);
   __syncthreads();
   for (int i = threadIdx.x; i < list.used; i += blockDim.x) found[i] = list.at[i];

@@ -10,7 +10,7 @@ from ..indexing import SHARED_BYTES
 from ..launch import kernel, launch
 from ..orderedrows import MOST_CHOSEN, SHORT, choose_rows, threads
 
-MOST_INDICES = 1 << 31
+MOST_INDICES = (1 << 31) - (1 << 15)  # an int holds them and a block's share more
 
 
 def index_topk(scores, visible, k):

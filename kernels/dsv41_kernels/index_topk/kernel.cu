@@ -1,6 +1,8 @@
 // The k best scores of each row; the definition is dsv41/indexer.py, the method topk.cuh.
 //
 // scores (T, N) f32, visible (T) i64 -> chosen (T, k) i64, ascending, -1 padded.
+// build: PER_THREAD=16
+// build: PER_THREAD=32
 #include "topk_long.cuh"
 #include "topk_ordered.cuh"
 
@@ -58,7 +60,7 @@ extern "C" __global__ void __launch_bounds__(LONG_THREADS)
     return per == 1 ? n : (n + per - 1) / per;  \
   }
 
-extern "C" __global__ void __launch_bounds__(1024)
+extern "C" __global__ void __launch_bounds__(16384 / PER_THREAD)
     short_v3(const float* scores, const long long* visible, long long* chosen, long long count, int per,
              int k) {
   long long t = blockIdx.x;
@@ -66,6 +68,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   choose_short(row, shown, k, (int)count, chosen + t * k, [](unsigned i) { return (long long)i; });
 }
 
+#if PER_THREAD == 16
 // Many longer rows, one block for each.
 extern "C" __global__ void __launch_bounds__(512, 1)
     long_v3(const float* scores, const long long* visible, long long* chosen, long long count, int per,
@@ -95,3 +98,4 @@ extern "C" __global__ void __launch_bounds__(1024)
   SCORES(t);
   settle_parts(row, shown, k, found + i * limit, counts + i, parts, limit, chosen + t * k);
 }
+#endif
