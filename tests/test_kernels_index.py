@@ -427,6 +427,26 @@ def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa:
     ]
 
 
+@pytest.mark.parametrize("rows", [0, 1, 2, 31, 32, 133, 264, 1057, 8192])
+@pytest.mark.parametrize("count", [16_385, 51_201, 1 << 20, (1 << 31) - (1 << 15)])
+def test_parts_cover_a_row_and_fit_the_launch(fake_cuda, rows, count):  # noqa: F811
+    from dsv41_kernels.orderedrows import MOST_PARTS, SPAN, split
+
+    for parts, length in (split(rows, count), split(rows, count, 7)):
+        assert length % SPAN == 0 and (parts - 1) * length < count <= parts * length
+        assert 1 <= parts <= MOST_PARTS
+    parts, _ = split(rows, count)
+    assert parts == 1 or rows <= 65_535  # rows are the grid's second axis
+
+
+@pytest.mark.parametrize("tokens, count", [(0, 5), (5, 0), (1, 1), (1, 524_288), (15, 1000)])
+def test_shares_of_keys_are_whole_turns_of_a_block(tokens, count):
+    from dsv41_kernels.indexing import RUN, WARPS, equal_shares
+
+    share = equal_shares(tokens, count)
+    assert share % (32 * WARPS) == 0 and share % RUN == 0 and share > 0
+
+
 def test_bad_arrays_are_refused_by_name(fake_cuda):  # noqa: F811
     q, w, entries = on_fake(*ragged([3, 20], [0, 0], 1, OFFICIAL))
     with pytest.raises(ValueError, match="w: expected shape"):

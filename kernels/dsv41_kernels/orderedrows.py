@@ -90,7 +90,7 @@ def split(rows, count, parts=None):
     """
     spans = -(-count // SPAN)
     most = 1 if rows > 4 * BLOCKS else min(spans, MOST_PARTS)
-    some = {max(1, min(most, waves * BLOCKS // rows)) for waves in (1, 2, 3, 4)}
+    some = {max(1, min(most, waves * BLOCKS // max(1, rows))) for waves in (1, 2, 3, 4)}
 
     def time(n):
         return -(-rows * n // BLOCKS) * (-(-spans // n) + 1.5) + (2 if n > 1 else 0)

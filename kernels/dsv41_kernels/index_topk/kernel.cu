@@ -1,4 +1,5 @@
-// The k best scores of each row; the definition is dsv41/indexer.py, the method topk.cuh.
+// The k best scores of each row; the definition is dsv41/indexer.py, the methods topk.cuh,
+// topk_long.cuh and topk_ordered.cuh.
 //
 // scores (T, N) f32, visible (T) i64 -> chosen (T, k) i64, ascending, -1 padded.
 // build: PER_THREAD=16
@@ -6,7 +7,8 @@
 #include "topk_long.cuh"
 #include "topk_ordered.cuh"
 
-// v1: one block of threads per row; the row's keys stay in shared memory.
+// v1: one block of threads per row; the row's keys stay in shared memory. On an H200, 512 of 64 x
+// 16,384: 22 us, where an empty launch takes 4.
 extern "C" __global__ void __launch_bounds__(1024)
     topk_v1(const float* scores, const long long* visible, long long* chosen, long long count, int k) {
   extern __shared__ unsigned keys[];
@@ -18,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // v2: rows of any length, by topk_long.cuh: a row of 2^20 scores keeps every SM busy and is read 1.01
 // times, where one block of threads would read it 5 times at the speed of one SM. bounds and used (T)
-// u32 and space (T, ROOM) u64 pass from one kernel to the next.
+// u32 and space (T, ROOM) u64 pass from one kernel to the next. On an H200, 512 of 32 x 2^20: 138 us,
+// of 1 x 2^20: 34 us; memory would need 32 and 1.
 #define ROW(t)                                              \
   const float* row = scores + (t) * count;                  \
   int n = (int)max(0ll, min(visible[t], count));            \
@@ -50,8 +53,8 @@ extern "C" __global__ void __launch_bounds__(LONG_THREADS)
   settle_row(key, n, k, space + t * ROOM, used[t], n > ROOM, chosen + t * k);
 }
 
-// v3: topk_ordered.cuh. A row of up to 16,384 scores is read once, into registers, and 700 of them are
-// looked at a second time; v1 reads it from shared memory six times. Only the first
+// v3: topk_ordered.cuh. A row of up to 16,384 scores is read once, into registers, and the 700 that
+// survive are looked at a second time; v1 reads all from shared memory six times. Only the first
 // ceil(visible / per) scores of a row are eligible.
 #define SCORES(t)                               \
   Row row(scores + (t) * count, count);         \
