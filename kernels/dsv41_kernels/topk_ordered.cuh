@@ -51,7 +51,7 @@ __device__ __forceinline__ float score_of(unsigned key) {
   return __uint_as_float(key >> 31 ? key ^ 0x80000000u : ~key);
 }
 
-// ---- where the scores come from -------------------------------------------------------------------
+// ---- where the scores come from -----------------------------------------------------------------
 
 struct Row {
   const float* at;
@@ -90,7 +90,7 @@ struct Row {
       if (first + number(i) >= visible) scores[i] = __uint_as_float(0xff800000u);
   }
 
-  // 16 of a sample: runs of 32 in a row, one at an irregular place of each of as many equal stretches
+  // 16 of a sample: runs of 32, one at an irregular place of each of as many equal stretches
   __device__ __forceinline__ int sampled(int i) const {
     unsigned runs = blockDim.x / 2, places = count / (32 * runs);
     unsigned unit = i / 4 * blockDim.x + threadIdx.x, run = unit / 8;
@@ -135,7 +135,7 @@ struct Best {
   }
 };
 
-// ---- what the threads of a block find out together ------------------------------------------------
+// ---- what the threads of a block find out together ----------------------------------------------
 
 struct Range {               // of keys, both ends in it, and in it
   unsigned low, high;        // the `left`-th largest is what we look for,
@@ -226,8 +226,8 @@ struct Chooser {
     found[0] = piece, found[1] = rest, found[2] = count;
   }
 
-  // low: a key that at least `rank` of the threads' best reach, and few more, or 1 if fewer have one;
-  // high: the largest
+  // low: a key that at least `rank` of the threads' best reach, and few more, or 1 if fewer have
+  // one; high: the largest
   __device__ __forceinline__ Range reached(const Best& mine, int rank) {
     int count = SIXTEENS * blockDim.x;
     auto each = [&](auto f) {
@@ -265,7 +265,8 @@ struct Chooser {
   template <class Each>
   __device__ __forceinline__ void rank_few(Each each, Range range) {
     each([&](unsigned key) {
-      if (key - range.low <= range.high - range.low) board->few[atomicAdd(&board->places, 1u)] = key;
+      bool inside = key - range.low <= range.high - range.low;
+      if (inside) board->few[atomicAdd(&board->places, 1u)] = key;
     });
     __syncthreads();
     unsigned* found = board->found[step % 2];
@@ -307,7 +308,7 @@ struct Chooser {
   }
 };
 
-// ---- the list -------------------------------------------------------------------------------------
+// ---- the list -----------------------------------------------------------------------------------
 
 struct List {
   uint2* at;  // (size) in shared memory: keys and numbers in the row
@@ -334,8 +335,8 @@ struct List {
     used += all;
   }
 
-  // 4 numbers of 8 bits, one for each 4 scores of a thread that are neighbours: how many are marked in
-  // the lanes before, and in the whole warp
+  // 4 numbers of 8 bits, one for each 4 scores of a thread that are neighbours: how many are marked
+  // in the lanes before, and in the whole warp
   struct Places {
     unsigned before = 0, total = 0;
 
@@ -376,10 +377,10 @@ struct List {
     return chooser.bound + (chooser.room == 0);
   }
 
-  // all of row from begin to end that may be among the k best; `scores` hold the first 16 of a thread.
-  // size is at least k and 16 for each thread.
-  __device__ __forceinline__ void survive(Chooser& chooser, const Row& row, float* scores, int begin,
-                                          int end, float bound, int k, uint2* spare) {
+  // all of row from begin to end that may be among the k best; `scores` hold the first 16 of a
+  // thread. size is at least k and 16 for each thread.
+  __device__ __forceinline__ void survive(Chooser& chooser, const Row& row, float* scores,
+                                          int begin, int end, float bound, int k, uint2* spare) {
     int span = PER_THREAD * blockDim.x;
     for (int first = begin; first < end; first += span) {
       float next[PER_THREAD];
@@ -421,7 +422,7 @@ __device__ __forceinline__ void write_chosen(const List& list, Chooser& chooser,
   write_chosen(list, chooser, k, Range(), out, [](unsigned i) { return (long long)i; });
 }
 
-// ---- whole kernels: the row, visible(), which says how many of its scores count, and k -------------
+// ---- whole kernels: the row, visible(), which says how many of its scores count, and k ----------
 
 // A row of up to 16 scores for each thread of a block. Dynamic shared memory: 8 bytes * size, the
 // longest row.
@@ -465,9 +466,9 @@ __device__ __forceinline__ void choose_long(Row row, Visible visible, int k, int
   write_chosen(list, chooser, k, out);
 }
 
-// A row by `parts` blocks and one more. Each block lists the survivors of its part of `length` scores,
-// `limit` of them at most: found (parts, limit), counts (parts), with the highest bit where the bound
-// was a guess.
+// A row by `parts` blocks and one more. Each block lists the survivors of its part of `length`
+// scores, `limit` of them at most: found (parts, limit), counts (parts), with the highest bit where
+// the bound was a guess.
 const unsigned GUESSED = 1u << 31;
 const int MOST_PARTS = 256;
 
@@ -493,7 +494,7 @@ __device__ __forceinline__ void filter_part(Row row, Visible visible, int part, 
   if (threadIdx.x == 0) *count = list.used | (bound > score_of(0) ? GUESSED : 0u);
 }
 
-// the parts' lists, end to end, into one -> false where they hold too many or the guess left too few
+// the parts' lists, end to end, into one -> false where they hold too many, or too few by a guess
 __device__ __forceinline__ bool gather_parts(List& list, Chooser& chooser, const uint2* found,
                                              const unsigned* counts, int parts, int limit, int k) {
   __shared__ unsigned starts[MOST_PARTS];

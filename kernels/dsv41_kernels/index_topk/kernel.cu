@@ -64,8 +64,8 @@ extern "C" __global__ void __launch_bounds__(LONG_THREADS)
   }
 
 extern "C" __global__ void __launch_bounds__(16384 / PER_THREAD)
-    short_v3(const float* scores, const long long* visible, long long* chosen, long long count, int per,
-             int k) {
+    short_v3(const float* scores, const long long* visible, long long* chosen, long long count,
+             int per, int k) {
   long long t = blockIdx.x;
   SCORES(t);
   choose_short(row, shown, k, (int)count, chosen + t * k, [](unsigned i) { return (long long)i; });
@@ -74,17 +74,17 @@ extern "C" __global__ void __launch_bounds__(16384 / PER_THREAD)
 #if PER_THREAD == 16
 // Many longer rows, one block for each.
 extern "C" __global__ void __launch_bounds__(512, 1)
-    long_v3(const float* scores, const long long* visible, long long* chosen, long long count, int per,
-            int k, int rank, int size) {
+    long_v3(const float* scores, const long long* visible, long long* chosen, long long count,
+            int per, int k, int rank, int size) {
   long long t = blockIdx.x;
   SCORES(t);
   choose_long(row, shown, k, rank, size, chosen + t * k);
 }
 
-// Few long rows, in two launches. Each block finds the bound for itself while its first scores are on
-// their way, which costs 32 KB from the L2 cache and saves v2's first launch; a block lists its
-// survivors in shared memory and writes them out once, where v2's warps asked one counter of the row
-// for places, 3,500 times, one after the other.
+// Few long rows, in two launches. Each block finds the bound for itself while its first scores are
+// on their way, which costs 32 KB from the L2 cache and saves v2's first launch; a block lists its
+// survivors in shared memory and writes them out once, where v2's warps asked one counter of the
+// row for places, 3,500 times, one after the other.
 extern "C" __global__ void __launch_bounds__(512, 2)
     filter_v3(const float* scores, const long long* visible, uint2* found, unsigned* counts,
               long long count, int per, int k, int rank, int length, int limit, int size) {
