@@ -159,16 +159,27 @@ def test_a_score_does_not_know_its_neighbours(cupy):
     assert np.array_equal(many[:9].get(), together.get())  # prefill's kernel, too
 
 
-LONG_ROWS = ["normal", "ties", "equal", "nearly nothing", "bf16", "ascending", "descending"]
-
-
 def long_rows(count):
-    rng, rows = np.random.default_rng(count), normal(len(LONG_ROWS), count, seed=count)
+    """Rows that are unkind in different ways, and how much of each is visible."""
+    rng, rows = np.random.default_rng(count), normal(11, count, seed=count)
     rows[1], rows[2] = rng.integers(-2, 3, count), 1
     rows[3, : count - 40] = -np.inf
-    rows[4] = np.round(rows[4] * 64) / 64
+    rows[4] = np.round(rows[4] * 64) / 64  # as bf16 would
     rows[5], rows[6] = np.sort(rows[5]), -np.sort(rows[6])
-    return rows, np.array([count, count, count, count, count - 3, count // 2, count])
+    rows[7] = rng.integers(-3, 4, count) * np.float32(1e-45)  # subnormal numbers
+    rows[8, sampled(count)[:224]] += 10  # a sample that lies: too few reach what it promises
+    rows[9, count // 3 : count // 3 + count // 20] += 10  # all of the best are neighbours
+    rows[10] = np.where(rng.random(count) < 0.3, np.inf, rows[10])
+    visible = np.full(11, count)
+    visible[4:8] = count - 3, count // 2, count // 100, count + 7
+    return rows, visible
+
+
+def sampled(count, span=8192):
+    """Where a block of threads looks before it knows a row (topk_ordered.cuh): runs of 32."""
+    runs, places = np.arange(span // 32), count // span
+    begins = 32 * (runs * places + ((runs * 0x9E3779B1) % 2**32 * places >> 32))
+    return (begins[:, None] + np.arange(32)).ravel()
 
 
 @pytest.mark.gpu
@@ -178,6 +189,61 @@ def test_topk_of_long_rows(cupy, count, k):
     assert_equal(cupy, index_topk, scores, visible, k)
     assert_equal(cupy, candidate_blocks, scores, visible, 8, k)
     assert_equal(cupy, candidate_blocks, scores[:, 1:].copy(), visible - 1, 8, k)
+
+
+TOPK_VERSIONS = {
+    "v2": lambda o, *a: o.choose_long("index_topk", a[:2], a[0].shape[1], a[2]),
+    "short": lambda o, *a: o.choose_short(*a),
+    "short, 32": lambda o, *a: o.choose_short(*a, PER_THREAD=32),
+    "long": lambda o, *a: o.choose_long(*a),
+    "2 parts": lambda o, *a: o.choose_rows(*a, parts=2),
+    "9 parts": lambda o, *a: o.choose_rows(*a, parts=9),
+    "256 parts": lambda o, *a: o.choose_rows(*a, parts=256),
+    "small settle": lambda o, *a: o.choose_rows(*a, parts=5, settlers=512),
+}
+SHORT_SIZES = [(16_384, 512), (16_384, 3000), (5001, 1)]
+LONG_SIZES = [(51_201, 1), (300_000, 512), (300_001, 4096)]
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize(
+    "version, count, k",
+    [
+        (version, *sizes)
+        for version in TOPK_VERSIONS
+        for sizes in (SHORT_SIZES if version.startswith("short") else LONG_SIZES)
+    ],
+)
+def test_every_version_of_topk(cupy, version, count, k):
+    from dsv41_kernels import longrows, orderedrows
+
+    scores, visible = long_rows(count)
+    module = longrows if version == "v2" else orderedrows
+    arrays = cupy.asarray(scores), cupy.asarray(visible)
+    for _ in range(3):
+        got = TOPK_VERSIONS[version](module, *arrays, k).get()
+        assert np.array_equal(got, index_topk.definition(scores, visible, k))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("count", [1000, 20_000, 1 << 20])
+def test_topk_never_chooses_nan(cupy, count):
+    scores = normal(3, count)
+    scores[:, ::3] = np.nan
+    scores[1, 1::3] = -np.nan
+    scores[2] = np.nan
+    got = index_topk(cupy.asarray(scores), cupy.full(3, count, np.int64), 512).get()
+    without = np.where(np.isnan(scores), np.float32(-np.inf), scores)
+    assert np.array_equal(got, index_topk.definition(without, np.full(3, count), 512))
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("rows", [3, 300])
+def test_topk_of_a_row_does_not_know_how_many_there_are(cupy, rows):
+    scores = cupy.asarray(normal(rows, 60_000))
+    visible = cupy.full(rows, 60_000, np.int64)
+    together = index_topk(scores, visible, 512).get()
+    assert np.array_equal(index_topk(scores[-1:], visible[-1:], 512).get(), together[-1:])
 
 
 @pytest.mark.gpu
@@ -197,7 +263,7 @@ def test_topk_with_ties_and_infinities(cupy, count):
 
 
 @pytest.mark.gpu
-@pytest.mark.parametrize("listed", [1, 7, 512, 16384])
+@pytest.mark.parametrize("listed", [1, 7, 512, 16384, 20_000])
 def test_topk_in_a_list(cupy, listed):
     rng = np.random.default_rng(listed)
     scores, entries = normal(4, listed), np.sort(rng.integers(0, 3 * listed, (4, listed)))
@@ -353,12 +419,32 @@ def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa:
     assert index_topk(long, seen, 7).shape == (1, 7)
     assert candidate_blocks(long, seen, 8, 9).shape == (1, 9)
     assert [name for _, name, *_ in fake_cuda] == [
-        *("scores_v3", "blocks_v1", "topk_v1"),
-        *("scores_v3", "settle_v2"),
+        *("scores_v3", "blocks_v1", "short_v3"),
+        *("scores_v3", "settle_v3"),
         *("scores_v4", "encode_v3", "scores_v3", "repair_v1"),
-        *("guess_v2", "filter_v2", "settle_v2"),
-        *("maxima_v2", "guess_v2", "filter_v2", "settle_v2"),
+        *("filter_v3", "settle_v3"),
+        *("maxima_v2", "filter_v3", "settle_v3"),
     ]
+
+
+@pytest.mark.parametrize("rows", [0, 1, 2, 31, 32, 133, 264, 1057, 8192])
+@pytest.mark.parametrize("count", [16_385, 51_201, 1 << 20, (1 << 31) - (1 << 15)])
+def test_parts_cover_a_row_and_fit_the_launch(fake_cuda, rows, count):  # noqa: F811
+    from dsv41_kernels.orderedrows import MOST_PARTS, SPAN, split
+
+    for parts, length in (split(rows, count), split(rows, count, 7)):
+        assert length % SPAN == 0 and (parts - 1) * length < count <= parts * length
+        assert 1 <= parts <= MOST_PARTS
+    parts, _ = split(rows, count)
+    assert parts == 1 or rows <= 65_535  # rows are the grid's second axis
+
+
+@pytest.mark.parametrize("tokens, count", [(0, 5), (5, 0), (1, 1), (1, 524_288), (15, 1000)])
+def test_shares_of_keys_are_whole_turns_of_a_block(tokens, count):
+    from dsv41_kernels.indexing import RUN, WARPS, equal_shares
+
+    share = equal_shares(tokens, count)
+    assert share % (32 * WARPS) == 0 and share % RUN == 0 and share > 0
 
 
 def test_bad_arrays_are_refused_by_name(fake_cuda):  # noqa: F811

@@ -8,9 +8,9 @@ from dsv41.indexer import candidate_blocks as text
 from ..arguments import cuda_array
 from ..indexing import SHARED_BYTES
 from ..launch import THREADS, grid, kernel, launch
-from ..longrows import MOST_CHOSEN, choose_long
+from ..orderedrows import MOST_CHOSEN, SHORT, choose_rows
 
-LONG = 16384  # blocks from which on many blocks of threads share a row
+LONG = 4096  # blocks from which on many blocks of threads share a row
 
 
 def candidate_blocks(scores, visible, block_size, budget):
@@ -21,9 +21,9 @@ def candidate_blocks(scores, visible, block_size, budget):
         return text.definition(scores, visible, block_size, budget)
     scores = cuda_array("scores", scores, np.float32)
     visible = cuda_array("visible", visible, np.int64, shape=(tokens,))
-    if 0 < budget <= MOST_CHOSEN and blocks >= LONG:
-        best = block_keys(scores, visible, block_size)
-        return choose_long("candidate_blocks", (best,), blocks, budget)
+    if blocks >= LONG and (blocks <= SHORT or budget <= MOST_CHOSEN):
+        best = block_scores(scores, visible, block_size)
+        return choose_rows(best, visible, budget, per=block_size)
     return blocks_v1(scores, visible, block_size, budget)
 
 
@@ -38,11 +38,11 @@ def blocks_v1(scores, visible, block_size, budget):
     return out
 
 
-def block_keys(scores, visible, block_size):
-    """(T, blocks) uint32: what each block counts, in the order of choice."""
+def block_scores(scores, visible, block_size):
+    """(T, blocks) float32: what each block counts by."""
     tokens, count = scores.shape
     blocks = -(-count // block_size)
-    best = cupy.empty((tokens, blocks), np.uint32)
+    best = cupy.empty((tokens, blocks), np.float32)
     sizes = np.int64(count), np.int64(blocks), np.int64(best.size), np.int32(block_size)
     run = kernel("candidate_blocks", "maxima_v2")
     launch(run, grid(best.size), THREADS, (scores, visible, best, *sizes))

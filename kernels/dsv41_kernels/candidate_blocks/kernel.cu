@@ -2,7 +2,7 @@
 //
 // scores (T, N) f32, visible (T) i64 -> blocks (T, budget) i64, ascending, -1 padded. Each block of
 // `size` entries counts by its best visible entry, the newest block by +inf.
-#include "topk_long.cuh"
+#include "topk_ordered.cuh"
 
 // v1: one block of threads per row; every score is read once, the blocks' keys stay in shared memory.
 extern "C" __global__ void __launch_bounds__(512)
@@ -22,10 +22,10 @@ extern "C" __global__ void __launch_bounds__(512)
   write_best(best, used, budget, blocks + t * budget, [](int b) { return (long long)b; });
 }
 
-// v2: rows of any length. First the blocks' keys (T, blocks) u32, then the best of them as in
-// topk_long.cuh, with bounds and used (T) u32 and space (T, ROOM) u64 in between.
+// v2: what each block counts by, (T, blocks) f32, -inf for nothing, by as many threads as there are
+// blocks; the choice among them is index_topk's, as in the definition.
 extern "C" __global__ void __launch_bounds__(256)
-    maxima_v2(const float* scores, const long long* visible, unsigned* best, long long count,
+    maxima_v2(const float* scores, const long long* visible, float* best, long long count,
               long long blocks, long long total, int size) {
   long long i = blockIdx.x * (long long)blockDim.x + threadIdx.x;
   if (i >= total) return;
@@ -41,34 +41,5 @@ extern "C" __global__ void __launch_bounds__(256)
   } else {
     for (long long j = b * size; j < end; ++j) top = max(top, order_key(row[j]));
   }
-  best[i] = top;
-}
-
-#define ROW(t)                              \
-  const unsigned* row = best + (t) * count; \
-  int n = (int)count;                       \
-  auto key = [&](int i) { return row[i]; }
-
-extern "C" __global__ void __launch_bounds__(LONG_THREADS)
-    guess_v2(const unsigned* best, long long count, int budget, unsigned* bounds, unsigned* used) {
-  ROW(blockIdx.x);
-  unsigned bound = guess_threshold(key, n, budget);
-  if (threadIdx.x == 0) bounds[blockIdx.x] = bound, used[blockIdx.x] = 0;
-}
-
-extern "C" __global__ void __launch_bounds__(FILTER_THREADS)
-    filter_v2(const unsigned* best, long long count, const unsigned* bounds, unsigned* used,
-              u64* space) {
-  int parts = (int)((count + FILTERED - 1) / FILTERED);
-  long long t = blockIdx.x / parts;
-  ROW(t);
-  filter_keys(key, blockIdx.x % parts * FILTERED, n, bounds[t], space + t * ROOM, used + t);
-}
-
-extern "C" __global__ void __launch_bounds__(LONG_THREADS)
-    settle_v2(const unsigned* best, long long count, int budget, const unsigned* used, const u64* space,
-              long long* blocks) {
-  long long t = blockIdx.x;
-  ROW(t);
-  settle_row(key, n, budget, space + t * ROOM, used[t], n > ROOM, blocks + t * budget);
+  best[i] = score_of(top);
 }

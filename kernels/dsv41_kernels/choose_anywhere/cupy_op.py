@@ -57,6 +57,7 @@ def choose_at_once(arrays, per_page, longest, k, pool, known, name):
 def choose_from_scores(arrays, per_page, longest, k, pool, known, scoring="scores_v3"):
     """The same by a scoring launch and those of index_topk, for as many queries as fit at once."""
     q, w, keys, pages, *per_query = arrays
+    longest = -(-longest // 8) * 8  # rows begin on 16 bytes and hold whole blocks of 8
     sizes = per_page, longest, known, scoring
     step, parts = max(1, MOST_SCORES // max(1, longest)), []
     for begin in range(0, max(1, len(q)), step):

@@ -19,6 +19,7 @@ from ..indexing import (
     query_arrays,
 )
 from ..launch import kernel, launch
+from ..orderedrows import SHORT, threads
 
 
 def choose_in_pool(q, w, entries, blocks, block_size, k, numerics, watch=None):
@@ -28,7 +29,8 @@ def choose_in_pool(q, w, entries, blocks, block_size, k, numerics, watch=None):
     arrays = (*query_arrays(q, w), key_array(entries.keys, q.shape[2], numerics))
     arrays = (*arrays, *entry_arrays(entries, len(q)))
     arrays = (*arrays, cuda_array("blocks", blocks, np.int64, shape=(len(q), budget)))
-    if on_tensor_cores(known) and block_size == RUN and entries.per_page % RUN == 0:
+    fast = on_tensor_cores(known) and block_size == RUN and entries.per_page % RUN == 0
+    if fast and budget * block_size <= SHORT:
         return choose_v2(arrays, entries.per_page, k, known)
     return choose_v1(arrays, entries.per_page, block_size, k, known)
 
@@ -46,14 +48,14 @@ def choose_v1(arrays, per_page, block_size, k, known):
 def choose_v2(arrays, per_page, k, known, scoring="scores_v3"):
     """The same in two launches, the first on tensor cores."""
     tokens, budget = arrays[-1].shape
-    count, shared = budget * RUN, 4 * budget * RUN
-    listed, chosen = cupy.empty((tokens, count), np.uint32), cupy.empty((tokens, k), np.int64)
+    count = budget * RUN
+    listed, chosen = cupy.empty((tokens, count), np.float32), cupy.empty((tokens, k), np.int64)
     chunk = keys_per_block(tokens * count)
     sizes = arrays[3].shape[1], per_page, budget, chunk
     run = kernel("choose_in_pool", scoring, shared=RING_BYTES, **known)
     parts = tokens * -(-count // chunk)
     launch(run, parts, 32 * WARPS, (*arrays, listed, *map(np.int32, sizes)), RING_BYTES)
-    run = kernel("choose_in_pool", "settle_v2", shared=SHARED_BYTES, **known)
+    run = kernel("choose_in_pool", "settle_v3", shared=8 * SHORT, **known)
     arguments = (listed, arrays[-1], chosen, np.int32(k), np.int32(budget))
-    launch(run, tokens, min(1024, max(128, 32 * -(-count // 256))), arguments, shared)
+    launch(run, tokens if k else 0, threads(count), arguments, 8 * count)
     return chosen

@@ -4,13 +4,14 @@
 // q (T, HEADS, CHANNELS) f32, w (T, HEADS) f32, keys (rows, RECORD_BYTES), pages (R, width) i64,
 // order (T) i64, visible (T) i64, blocks (T, budget) i64 ascending, -1 padded -> chosen (T, k) i64.
 // Entry i of a query's list is i % size of its block i / size. Scores as in score.cuh (v1) or
-// score_mma.cuh (v2), choice as in topk.cuh; the budget * size keys of one query stay in shared memory.
+// score_mma.cuh (v2), choice as in topk.cuh (v1), where the budget * size keys of one query stay in
+// shared memory, or topk_ordered.cuh.
 // build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
 // build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
 // build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
 #include "score_fp8.cuh"
-#include "topk.cuh"
+#include "topk_ordered.cuh"
 
 // v1: one block of threads per query, one listed key per thread and turn.
 extern "C" __global__ void __launch_bounds__(128, 2)
@@ -39,14 +40,14 @@ template <class Scorer>
 __device__ __forceinline__ void score_blocks(const float* q, const float* w, const unsigned char* keys,
                                              const long long* pages, const long long* order,
                                              const long long* visible, const long long* blocks,
-                                             unsigned* listed, int width, int per_page, int budget,
+                                             float* listed, int width, int per_page, int budget,
                                              int chunk) {
   extern __shared__ __align__(16) unsigned char rings[];
   int all = budget * RUN, chunks = (all + chunk - 1) / chunk;
   int begin = blockIdx.x % chunks * chunk, count = min(chunk, all - begin);
   long long t = blockIdx.x / chunks, n = min(visible[t], (long long)width * per_page);
   const long long *table = pages + order[t] * width, *mine = blocks + t * budget + begin / RUN;
-  unsigned* out = listed + t * all + begin;
+  float* out = listed + t * all + begin;
   auto entry_of = [&](int i) {  // n where there is none
     long long block = i < count ? mine[i / RUN] : -1;
     return block < 0 ? n : min(n, block * RUN + i % RUN);
@@ -55,17 +56,17 @@ __device__ __forceinline__ void score_blocks(const float* q, const float* w, con
     long long entry = entry_of(i);
     return entry < n ? record_of(keys, table, per_page, (int)entry) : keys;
   };
-  auto take = [&](int i, float score) { out[i] = entry_of(i) < n ? order_key(score) : 0u; };
+  auto take = [&](int i, float score) { out[i] = entry_of(i) < n ? score : score_of(0); };
   stream_scores<Scorer>(rings, count, q + t * HEADS * CHANNELS, w + t * HEADS, false, run, take);
 }
 
 // v2: blocks of 8 entries, which are 544 bytes in a row, scored on tensor cores by several blocks of
 // threads per query, so that the 16,384 listed keys of a query that is alone do not wait for one SM.
-// listed (T, budget * 8) u32 are the keys of topk.cuh, 0 where an entry is not there.
+// listed (T, budget * 8) f32, -inf where an entry is not there.
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v2(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, const long long* blocks,
-              unsigned* listed, int width, int per_page, int budget, int chunk) {
+              float* listed, int width, int per_page, int budget, int chunk) {
   score_blocks<OnBf16>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
                        chunk);
 }
@@ -74,19 +75,19 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v3(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, const long long* blocks,
-              unsigned* listed, int width, int per_page, int budget, int chunk) {
+              float* listed, int width, int per_page, int budget, int chunk) {
   score_blocks<OnFp8>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
                        chunk);
 }
 
-// both: the choice
+// both: the choice, from registers (topk_ordered.cuh)
 extern "C" __global__ void __launch_bounds__(1024)
-    settle_v2(const unsigned* listed, const long long* blocks, long long* chosen, int k, int budget) {
-  extern __shared__ unsigned pool[];
+    settle_v3(const float* listed, const long long* blocks, long long* chosen, int k, int budget) {
   long long t = blockIdx.x;
+  int count = budget * RUN;
   const long long* mine = blocks + t * budget;
-  load_keys_of_row(pool, budget * RUN, [&](int i) { return listed[t * budget * RUN + i]; });
-  write_best(pool, budget * RUN, k, chosen + t * k,
-             [&](int i) { return mine[i / RUN] * RUN + i % RUN; });
+  choose_short(
+      Row(listed + t * count, count), [&] { return (long long)count; }, k, count, chosen + t * k,
+      [&](unsigned i) { return mine[i / RUN] * RUN + i % RUN; });
 }
 #endif

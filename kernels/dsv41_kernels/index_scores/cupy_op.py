@@ -10,8 +10,8 @@ from ..indexing import (
     BLOCKS,
     RING_BYTES,
     WARPS,
+    equal_shares,
     key_array,
-    keys_per_block,
     macros,
     on_tensor_cores,
     query_arrays,
@@ -46,10 +46,10 @@ def scores_v1(known, q, w, keys):
     return arguments[3]
 
 
-def scores_v2(known, q, w, keys, name="scores_v2"):
+def scores_v2(known, q, w, keys, name="scores_v2", share=equal_shares):
     """Keys on tensor cores, split so that every SM has work."""
     arguments, tokens, count = _arguments(q, w, keys)
-    chunk = keys_per_block(tokens * count)
+    chunk = share(tokens, count)
     run = kernel("index_scores", name, shared=RING_BYTES, **known)
     launch(run, tokens * -(-count // chunk), 32 * WARPS, (*arguments, np.int64(chunk)), RING_BYTES)
     return arguments[3]

@@ -1,9 +1,14 @@
-// The k best scores of each row; the definition is dsv41/indexer.py, the method topk.cuh.
+// The k best scores of each row; the definition is dsv41/indexer.py, the methods topk.cuh,
+// topk_long.cuh and topk_ordered.cuh.
 //
 // scores (T, N) f32, visible (T) i64 -> chosen (T, k) i64, ascending, -1 padded.
+// build: PER_THREAD=16
+// build: PER_THREAD=32
 #include "topk_long.cuh"
+#include "topk_ordered.cuh"
 
-// v1: one block of threads per row; the row's keys stay in shared memory.
+// v1: one block of threads per row; the row's keys stay in shared memory. On an H200, 512 of 64 x
+// 16,384: 22 us, where an empty launch takes 4.
 extern "C" __global__ void __launch_bounds__(1024)
     topk_v1(const float* scores, const long long* visible, long long* chosen, long long count, int k) {
   extern __shared__ unsigned keys[];
@@ -15,7 +20,8 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // v2: rows of any length, by topk_long.cuh: a row of 2^20 scores keeps every SM busy and is read 1.01
 // times, where one block of threads would read it 5 times at the speed of one SM. bounds and used (T)
-// u32 and space (T, ROOM) u64 pass from one kernel to the next.
+// u32 and space (T, ROOM) u64 pass from one kernel to the next. On an H200, 512 of 32 x 2^20: 138 us,
+// of 1 x 2^20: 34 us; memory would need 32 and 1.
 #define ROW(t)                                              \
   const float* row = scores + (t) * count;                  \
   int n = (int)max(0ll, min(visible[t], count));            \
@@ -46,3 +52,53 @@ extern "C" __global__ void __launch_bounds__(LONG_THREADS)
   ROW(t);
   settle_row(key, n, k, space + t * ROOM, used[t], n > ROOM, chosen + t * k);
 }
+
+// v3: topk_ordered.cuh. A row of up to 16,384 scores is read once, into registers, and the 700 that
+// survive are looked at a second time; v1 reads all from shared memory six times. Only the first
+// ceil(visible / per) scores of a row are eligible.
+#define SCORES(t)                               \
+  Row row(scores + (t) * count, count);         \
+  auto shown = [&] {                            \
+    long long n = visible[t];                   \
+    return per == 1 ? n : (n + per - 1) / per;  \
+  }
+
+extern "C" __global__ void __launch_bounds__(16384 / PER_THREAD)
+    short_v3(const float* scores, const long long* visible, long long* chosen, long long count,
+             int per, int k) {
+  long long t = blockIdx.x;
+  SCORES(t);
+  choose_short(row, shown, k, (int)count, chosen + t * k, [](unsigned i) { return (long long)i; });
+}
+
+#if PER_THREAD == 16
+// Many longer rows, one block for each.
+extern "C" __global__ void __launch_bounds__(512, 1)
+    long_v3(const float* scores, const long long* visible, long long* chosen, long long count,
+            int per, int k, int rank, int size) {
+  long long t = blockIdx.x;
+  SCORES(t);
+  choose_long(row, shown, k, rank, size, chosen + t * k);
+}
+
+// Few long rows, in two launches. Each block finds the bound for itself while its first scores are
+// on their way, which costs 32 KB from the L2 cache and saves v2's first launch; a block lists its
+// survivors in shared memory and writes them out once, where v2's warps asked one counter of the
+// row for places, 3,500 times, one after the other.
+extern "C" __global__ void __launch_bounds__(512, 2)
+    filter_v3(const float* scores, const long long* visible, uint2* found, unsigned* counts,
+              long long count, int per, int k, int rank, int length, int limit, int size) {
+  long long t = blockIdx.y, i = t * gridDim.x + blockIdx.x;
+  SCORES(t);
+  filter_part(row, shown, blockIdx.x, length, k, rank, size, found + i * limit, limit, counts + i);
+}
+
+extern "C" __global__ void __launch_bounds__(1024)
+    settle_v3(const float* scores, const long long* visible, const uint2* found,
+              const unsigned* counts, long long* chosen, long long count, int per, int k, int parts,
+              int limit) {
+  long long t = blockIdx.x, i = t * parts;
+  SCORES(t);
+  settle_parts(row, shown, k, found + i * limit, counts + i, parts, limit, chosen + t * k);
+}
+#endif

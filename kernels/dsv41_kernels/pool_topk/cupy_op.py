@@ -8,6 +8,7 @@ from dsv41.indexer import pool_topk as text
 from ..arguments import cuda_array
 from ..indexing import SHARED_BYTES
 from ..launch import THREADS, kernel, launch
+from ..orderedrows import SHORT, threads
 
 
 def pool_topk(scores, entries, visible, k):
@@ -18,7 +19,12 @@ def pool_topk(scores, entries, visible, k):
     entries = cuda_array("entries", entries, np.int64, shape=(tokens, count))
     visible = cuda_array("visible", visible, np.int64, shape=(tokens,))
     chosen = cupy.empty((tokens, k), cupy.int64)
-    run = kernel("pool_topk", "topk_v1", shared=SHARED_BYTES)
     arguments = (scores, entries, visible, chosen, np.int32(count), np.int32(k))
-    launch(run, tokens if k else 0, THREADS, arguments, 4 * count)
+    blocks = tokens if k else 0
+    if count <= SHORT:
+        run = kernel("pool_topk", "topk_v2", shared=8 * SHORT)
+        launch(run, blocks, threads(count), arguments, 8 * count)
+    else:
+        run = kernel("pool_topk", "topk_v1", shared=SHARED_BYTES)
+        launch(run, blocks, THREADS, arguments, 4 * count)
     return chosen
