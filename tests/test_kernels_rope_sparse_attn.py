@@ -52,7 +52,8 @@ def test_warpgroup_products_run_unhindered():
     arch, macros = launch.builds("rope_sparse_attn")[0]
     assert arch == "sm_90a" and "HEADS" not in macros
     options = (*launch.options(arch, macros), f"-arch={arch}")
-    assert "serialized" not in nvrtc.compile_source(launch.source("rope_sparse_attn"), options)
+    log = nvrtc.compile_source(launch.source("rope_sparse_attn"), options)
+    assert "serialized" not in log and "injected" not in log
 
 
 @pytest.mark.parametrize("tokens, blocks", [(1, 4), (65, 260), (66, 66), (100, 100)])
@@ -70,8 +71,9 @@ def test_v3_spreads_heads_while_tokens_are_few(fake_cuda, monkeypatch, tokens, b
     [
         (1, 512, ("cluster", (8,), (256,))),
         (16, 640, ("cluster", (128,), (256,))),
-        (17, 512, ("pipeline", (17,), (384,))),
-        (1, 641, ("pipeline", (1,), (384,))),
+        (17, 512, ("relay", (17,), (384,))),
+        (1, 641, ("relay", (1,), (384,))),
+        (1, 2000, ("pipeline", (1,), (384,))),
     ],
 )
 def test_few_tokens_are_spread(fake_cuda, monkeypatch, tokens, width, launched):
@@ -86,7 +88,7 @@ def test_few_tokens_are_spread(fake_cuda, monkeypatch, tokens, width, launched):
 def test_no_tokens_no_launch(fake_cuda):
     find_kernel("rope_sparse_attn", "cupy")
     module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
-    for version in (module.pipeline, module.cluster):
+    for version in (module.pipeline, module.cluster, module.relay):
         assert version(*faked(inputs(near=[], far=[])), OFFICIAL).shape == (0, 64, 512)
     assert not fake_cuda
 
@@ -136,7 +138,7 @@ def test_arithmetic_without_the_rounding_points_is_told_apart(widths):
 
 def versions():
     """Every version as a function of the arguments of rope_sparse_attn."""
-    from dsv41_kernels.rope_sparse_attn.cupy_op import cluster, pipeline, tiles
+    from dsv41_kernels.rope_sparse_attn.cupy_op import cluster, pipeline, relay, tiles
     from dsv41_kernels.sparse_attn.cupy_op import plain
 
     return {
@@ -145,6 +147,7 @@ def versions():
         "v3, 16 heads a block": lambda *a: tiles(*a, heads=16),
         "v4": pipeline,
         "v5": cluster,
+        "v6": relay,
     }
 
 
@@ -197,11 +200,13 @@ def test_bits_do_not_depend_on_the_batch_or_on_the_run(cupy):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths", [(3, 0), (64, 64), (65, 100), (128, 512), (128, 640)])
-def test_v4_and_v5_have_the_same_bits(cupy, widths):
+def test_v4_v5_and_v6_have_the_same_bits(cupy, widths):
     """Calls of few and of many tokens take different versions; a token must not notice."""
     near, far = widths
     arguments = moved(cupy, inputs((near, 0, near // 2), (far, far // 3, 0), 700, widths))
-    assert_same("o", *(versions()[v](*arguments, OFFICIAL).get() for v in ("v4", "v5")))
+    v4, v5, v6 = (versions()[v](*arguments, OFFICIAL).get() for v in ("v4", "v5", "v6"))
+    assert_same("v5", v5, v4)
+    assert_same("v6", v6, v4)
 
 
 @pytest.mark.gpu

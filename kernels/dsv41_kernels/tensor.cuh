@@ -67,3 +67,8 @@ __device__ uint4 fresh(const uint4* from) {
                : "memory");
   return x;
 }
+
+// Bytes (a multiple of 16) set out for L2, in the background.
+__device__ void set_out(const void* from, int bytes) {
+  asm volatile("cp.async.bulk.prefetch.L2.global [%0], %1;" ::"l"(from), "r"(bytes) : "memory");
+}

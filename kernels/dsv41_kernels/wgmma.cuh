@@ -89,6 +89,10 @@ __device__ void finish_products() {
   asm volatile("wgmma.commit_group.sync.aligned; wgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
+// The same in two steps, with work in between that leaves d alone.
+__device__ void close_products() { asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory"); }
+__device__ void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0;" ::: "memory"); }
+
 // What this thread wrote to shared memory is seen by products that are started later.
 __device__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 

@@ -9,7 +9,7 @@ from ..attention import FORMATS, SHARED_BYTES, Call
 from ..launch import kernel, launch, processors
 from ..sparse_attn.cupy_op import choose
 
-HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v5 are made
+HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v6 are made
 MOST_ROWS = 768  # of a token in v5
 
 
@@ -66,11 +66,25 @@ def cluster(q, *rest):
     return out
 
 
+def relay(q, *rest, **macros):
+    """v6, a block per token."""
+    call = Call(q, *rest)
+    out = cupy.empty_like(call.q)
+    function = kernel("rope_sparse_attn", "relay", shared=SHARED_BYTES, **call.macros, **macros)
+    shared = relay_bytes(call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, call.tokens, 384, (*call.arguments(), bad, out), shared)
+    return out
+
+
 def spread(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest):
-    """v5 where its blocks find a multiprocessor each, else v4: the bits are the same."""
+    """v5 where its blocks find a multiprocessor each, else v6, v4 for the widest lists: the bits
+    are the same.
+    """
     width = window_rows.shape[-1] + global_rows.shape[-1]
     few = 8 * len(q) <= processors() and width <= MOST_ROWS
-    version = cluster if few else pipeline
+    many = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
+    version = cluster if few else many
     return version(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest)
 
 
@@ -87,6 +101,13 @@ def pipeline_bytes(width, pairs):
     padded = 64 * -(-width // 64)
     queries, keys, weights, shrink = 1024 * 64, 2 * 1024 * 64, 64 * 128, 64 * 4
     return queries + keys + weights + shrink + 8 * pairs + 8 * padded + padded // 8
+
+
+def relay_bytes(width, pairs):
+    """What `relay` keeps in shared memory, as laid out at its top."""
+    padded = 64 * -(-width // 64)
+    queries, keys, weights = 1024 * 64, 2 * 1024 * 64, 2 * 1024 * 11
+    return queries + keys + weights + 8 * pairs + 8 * padded + padded // 8
 
 
 def cluster_bytes(width, pairs):

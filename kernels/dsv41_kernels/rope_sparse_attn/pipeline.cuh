@@ -124,19 +124,22 @@ __device__ void make_keys(char* keys, const long long* rows, int chunks, const L
 
 // The softmax of 64 heads by 128 threads: a thread holds two heads, `low` and eight below (n = 0,
 // 1), and of each the places 8 j + 2 t and + 1, at s[4 j + 2 n] and the next.
+constexpr float SCORE_SCALE = LIFT * LOG2_E / 22.627416998f;  // the square root of 512
+
 __device__ float mask_and_max(float* s, int n, uint2 valid) {
-  const float scale = LIFT * LOG2_E / sqrtf((float)C);
-  const unsigned first = valid.x >> threadIdx.x % 4 * 2, second = valid.y >> threadIdx.x % 4 * 2;
-  float top = NEVER;
+  float top = minus_infinity();
+  if ((valid.x & valid.y) != ~0u) {
+    const unsigned first = valid.x >> threadIdx.x % 4 * 2, second = valid.y >> threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    float& x = s[j / 2 * 4 + n * 2 + j % 2];
-    const unsigned bit = (j < 8 ? first : second) & 1u << (j / 2 % 4 * 8 + j % 2);
-    x = bit ? x * scale : minus_infinity();
-    top = fmaxf(top, x);
+    for (int j = 0; j < 16; ++j) {
+      const unsigned bit = (j < 8 ? first : second) & 1u << (j / 2 % 4 * 8 + j % 2);
+      if (!bit) s[j / 2 * 4 + n * 2 + j % 2] = minus_infinity();
+    }
   }
+#pragma unroll
+  for (int j = 0; j < 16; ++j) top = fmaxf(top, s[j / 2 * 4 + n * 2 + j % 2]);
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-  return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  return fmaxf(NEVER, fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * SCORE_SCALE);
 }
 
 // s becomes p; -> this thread's part of their sum. The parts are added up at the very end.
@@ -145,7 +148,7 @@ __device__ float exponentials(float* s, int n, float top) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     float& x = s[j / 2 * 4 + n * 2 + j % 2];
-    x = exp2f(x - top);
+    x = exp2f(__fmaf_rn(x, SCORE_SCALE, -top));
     sum += x;
   }
   return sum;
