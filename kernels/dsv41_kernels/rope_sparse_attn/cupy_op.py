@@ -17,7 +17,7 @@ def rope_sparse_attn(
     q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
 ):
     arguments = q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
-    version = spread if fits(q, window_rows, global_rows, numerics) else None
+    version = fastest if fits(q, window_rows, global_rows, numerics) else None
     version = version or choose(q, window_rows, global_rows, numerics)
     return (version or definitions.rope_sparse_attn.definition)(*arguments)
 
@@ -66,26 +66,24 @@ def cluster(q, *rest):
     return out
 
 
-def relay(q, *rest, **macros):
-    """v6, a block per token."""
+def relay(q, *rest, split=None, **macros):
+    """v6; `split` blocks per token: 1, or 2 or 4 where that many find a multiprocessor each."""
     call = Call(q, *rest)
+    split = split or next(n for n in (4, 2, 1) if n == 1 or n * call.tokens <= processors())
     out = cupy.empty_like(call.q)
-    function = kernel("rope_sparse_attn", "relay", shared=SHARED_BYTES, **call.macros, **macros)
-    shared = relay_bytes(call.width, call.pairs)
+    macros = call.macros | macros | ({"SPLIT": split} if split > 1 else {})
+    function = kernel("rope_sparse_attn", "relay", shared=SHARED_BYTES, **macros)
+    threads, shared = 512 if split == 4 else 384, relay_bytes(call.width, call.pairs)
     with call.errors() as bad:
-        launch(function, call.tokens, 384, (*call.arguments(), bad, out), shared)
+        launch(function, split * call.tokens, threads, (*call.arguments(), bad, out), shared)
     return out
 
 
-def spread(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest):
-    """v5 where its blocks find a multiprocessor each, else v6, v4 for the widest lists: the bits
-    are the same.
-    """
-    width = window_rows.shape[-1] + global_rows.shape[-1]
-    few = 8 * len(q) <= processors() and width <= MOST_ROWS
-    many = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
-    version = cluster if few else many
-    return version(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest)
+def fastest(q, positions, freqs, window, window_rows, *rest):
+    """v6, or v4 for lists that are too wide for it; the bits are the same."""
+    width = window_rows.shape[-1] + rest[1].shape[-1]
+    version = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
+    return version(q, positions, freqs, window, window_rows, *rest)
 
 
 def tiles_bytes(heads, width, pairs):

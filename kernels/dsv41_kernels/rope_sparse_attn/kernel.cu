@@ -31,6 +31,8 @@
 // v6 `relay`: v4's sums, two warpgroups that score in turn, see relay.cuh.
 
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1
+// build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 SPLIT=2
+// build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 SPLIT=4
 // build: C=512 NEAR=1 FAR=2 BF16=1 HEADS=64
 // build: C=512 NEAR=1 FAR=2 BF16=1 HEADS=16
 
@@ -108,6 +110,8 @@ __device__ void write_rows(float* out, const float* rows, int stride, int first,
 #include "tiles.cuh"
 #else
 #include "pipeline.cuh"
+#ifndef SPLIT
 #include "cluster.cuh"
+#endif
 #include "relay.cuh"
 #endif
