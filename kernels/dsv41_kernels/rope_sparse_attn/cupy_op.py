@@ -62,7 +62,7 @@ def cluster(q, *rest):
     function = kernel("rope_sparse_attn", "cluster", shared=SHARED_BYTES, **call.macros)
     shared = cluster_bytes(call.width, call.pairs)
     with call.errors() as bad:
-        launch(function, 8 * call.tokens, 256, (*call.arguments(), bad, out, notes), shared)
+        launch(function, 8 * call.tokens, 512, (*call.arguments(), bad, out, notes), shared)
     return out
 
 

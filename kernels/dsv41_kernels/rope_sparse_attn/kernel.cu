@@ -110,8 +110,8 @@ __device__ void write_rows(float* out, const float* rows, int stride, int first,
 #include "tiles.cuh"
 #else
 #include "pipeline.cuh"
-#ifndef SPLIT
+#include "relay.cuh"
+#if SPLIT == 1
 #include "cluster.cuh"
 #endif
-#include "relay.cuh"
 #endif
