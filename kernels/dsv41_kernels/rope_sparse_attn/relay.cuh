@@ -23,7 +23,12 @@
 #endif
 constexpr int WIDTH = C / 2 / SPLIT;  // channels of a group
 constexpr int MAKERS = SPLIT == 4 ? 2 : 1, RELAY_THREADS = (2 + MAKERS) * GROUP;
-constexpr int SCORER_REGISTERS = SPLIT == 4 ? 152 : 208, MAKER_REGISTERS = SPLIT == 4 ? 104 : 96;
+// Registers change hands; trap: more than the block started with, and it would wait for ever.
+constexpr int SCORER_REGISTERS = SPLIT == 4 ? 152 : SPLIT == 2 ? 192 : 208;
+constexpr int MAKER_REGISTERS = SPLIT == 4 ? 104 : SPLIT == 2 ? 120 : 88;
+static_assert(2 * SCORER_REGISTERS + MAKERS * MAKER_REGISTERS <=
+                  (2 + MAKERS) * (65536 / RELAY_THREADS / 8 * 8),
+              "registers");
 
 // Barriers beside FULL and EMPTY: weights of a chunk are written, for the group itself (two) and
 // for the other one, with the state after them; lists are read; q's angles are known; a has
