@@ -105,24 +105,19 @@ struct Part {
   }
 };
 
-// The lists of a token, read by the makers, with a bit for each place that has a record; every
-// record is set out for L2. True if this thread saw one past the end.
+// The lists of a token, read by the makers; every record is set out for L2 by one of the token's
+// blocks. True if this thread saw one past the end.
 __device__ bool ask_for_records(long long* rows, uint2* valid, const Lists& lists, long long token,
                                 int chunks) {
-  bool past_the_end = false;
-#pragma unroll 5
-  for (int j = threadIdx.x - 2 * GROUP; j < chunks * CHUNK; j += MAKERS * GROUP) {  // whole warps
-    const long long row = lists.row(token, j, past_the_end);
-    rows[j] = row;
+  return read_rows<5>(rows, valid, lists, token, chunks, threadIdx.x - 2 * GROUP, MAKERS * GROUP,
+                      [&](long long row, int place) {
 #ifndef UNASKED
-    const bool recent = j < lists.near_width;
-    const int bytes = recent ? NEAR_BYTES : FAR_BYTES;
-    if (row >= 0) set_out((recent ? lists.near : lists.far) + row * bytes, bytes);
+                        const bool recent = place < lists.near_width;
+                        const int bytes = recent ? NEAR_BYTES : FAR_BYTES;
+                        if (row >= 0 && place % SPLIT == blockIdx.x % SPLIT)
+                          set_out((recent ? lists.near : lists.far) + row * bytes, bytes);
 #endif
-    const unsigned bits = __ballot_sync(~0u, row >= 0);
-    if (threadIdx.x % 32 == 0) reinterpret_cast<unsigned*>(valid)[j / 32] = bits;
-  }
-  return past_the_end;
+                      });
 }
 
 // All chunks, in turn into either buffer. Bytes of the next chunk are asked for as soon as there
