@@ -73,16 +73,25 @@ struct Lists {
 
   __device__ int width() const { return near_width + far_width; }
 
-  // The record at a place, -1 where there is none. One past the end is not read but reported.
-  __device__ long long row(long long token, int place, bool& past_the_end) const {
+  // What is listed at a place, -1 where nothing is.
+  __device__ long long listed(long long token, int place) const {
     bool recent = place < near_width;
     if (place >= width()) return -1;
     long long at = recent ? token * near_width + place : token * far_width + place - near_width;
-    long long row = __ldg((recent ? near_rows : far_rows) + at);
-    bool beyond = row >= (recent ? near_count : far_count);
+    return __ldg((recent ? near_rows : far_rows) + at);
+  }
+
+  // That as a record, -1 where there is none. One past the end is not read but reported.
+  __device__ long long checked(long long row, long long token, int place,
+                               bool& past_the_end) const {
+    bool beyond = row >= (place < near_width ? near_count : far_count);
     if (beyond && bad) atomicMax(bad, ~(4ull * (token * width() + place) + 3));
     past_the_end |= beyond;
     return row < 0 || beyond ? -1 : row;
+  }
+
+  __device__ long long row(long long token, int place, bool& past_the_end) const {
+    return checked(listed(token, place), token, place, past_the_end);
   }
 };
 

@@ -1,24 +1,23 @@
-// v5 `cluster`, see kernel.cu. Eight blocks of two warpgroups per token, for calls of few tokens.
+// v5 `cluster`, see kernel.cu. Eight blocks of four warpgroups per token, for calls of few tokens.
 //
 // Block r scores chunks r and r + 8, and adds the values of the 64 channels from 64 r on over all
 // chunks. Nothing that is a sum in v4 is divided between blocks, so there is nothing to combine and
 // o has v4's bits, whichever of the two a call takes:
 //
-//   left  reads q    | scores its chunks | weights p of its chunks, sums | o: products over all
-//   right decodes    | (waits)           | decodes its 64 channels       |    chunks, left alone
-//         its chunks | maxima -> notes   | p and sums -> notes           |
+//   groups 0, 1  read q         | score a chunk each | weigh it       | o: products over all
+//   groups 2, 3  decode a chunk | read bytes of its  | decode those   |    chunks, by group 0
+//                each           | 64 channels        |                |
 //
 // The second and the third bar are barriers of the cluster. `notes` hold what crosses them, per
 // token and chunk: maxima of 64 heads, parts of sums, p as wgmma.cuh wants it; written once, read
-// from L2. The chain of dependent steps is two chunks of v4 and two barriers long, not ten chunks.
+// from L2. The chain of dependent steps is one chunk of v4 and two barriers long, not ten chunks.
 
 constexpr int BLOCKS = 8, MOST_CHUNKS = 12;
 constexpr int NUMBERS = 64 + 2 * GROUP, NOTE_BYTES = NUMBERS * 4 + BLOCK;
 
-// The barrier of the cluster, in two halves: what was written before the first is seen after the
-// second.
+// The barrier of the cluster, in two halves: what was written before the first, in global memory
+// too, is seen after the second.
 __device__ void arrive_cluster() {
-  __threadfence();
   asm volatile("barrier.cluster.arrive.release.aligned;" ::: "memory");
 }
 __device__ void wait_cluster() {
@@ -58,31 +57,45 @@ struct Piece {
   }
 };
 
-// These channels of all chunks, a block of 64 rows per chunk, by one group; four chunks on their
-// way.
-__device__ void decode_channels(char* values, const long long* rows, int chunks, int block,
-                                const Lists& lists) {
-  constexpr int AHEAD = 4;
-  const int row = threadIdx.x % GROUP / 2, odd = threadIdx.x % 2;
-  for (int first = 0; first < chunks; first += AHEAD) {
-    Piece pieces[AHEAD];
+// These channels of all chunks, a block of 64 rows per chunk, by two groups: every second chunk is
+// one group's. All bytes are on their way at once.
+struct Channels {
+  Piece pieces[MOST_CHUNKS / 2];
+
+  __device__ static int row() { return threadIdx.x % GROUP / 2; }
+  __device__ static int chunk_of(int i) { return 2 * i + threadIdx.x / GROUP % 2; }
+
+  __device__ void read(const long long* rows, int chunks, int block, const Lists& lists) {
 #pragma unroll
-    for (int i = 0; i < AHEAD; ++i) {
-      const int place = (first + i) * CHUNK + row;
-      const bool recent = place < lists.near_width, real = first + i < chunks && rows[place] >= 0;
+    for (int i = 0; i < MOST_CHUNKS / 2; ++i) {
+      const int place = chunk_of(i) * CHUNK + row();
+      const bool recent = place < lists.near_width, listed = chunk_of(i) < chunks;
+      const long long at = listed ? rows[place] : -1;
       const unsigned char* record = recent ? lists.near : lists.far;
-      if (real) record += rows[place] * (recent ? NEAR_BYTES : FAR_BYTES);
-      pieces[i].read(record, recent, real, block, odd);
+      if (at >= 0) record += at * (recent ? NEAR_BYTES : FAR_BYTES);
+      pieces[i].read(record, recent, at >= 0, block, threadIdx.x % 2);
     }
-#pragma unroll
-    for (int i = 0; i < AHEAD; ++i)
-      if (first + i < chunks)
-        pieces[i].place(values + (first + i) * BLOCK, row,
-                        (first + i) * CHUNK + row < lists.near_width, odd);
   }
+
+  __device__ void place(char* values, int chunks, int near_width) const {
+#pragma unroll
+    for (int i = 0; i < MOST_CHUNKS / 2; ++i)
+      if (chunk_of(i) < chunks)
+        pieces[i].place(values + chunk_of(i) * BLOCK, row(),
+                        chunk_of(i) * CHUNK + row() < near_width, threadIdx.x % 2);
+  }
+};
+
+__device__ void make_one(char* keys, const long long* rows, int chunk, const Lists& lists) {
+  Part part;
+  part.read_first(rows, chunk, lists), part.read_rest();
+  if (part.recent)
+    part.place_near(keys);
+  else
+    part.place_far<0>(keys), part.place_far<1>(keys);
 }
 
-extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * GROUP, 1)
+extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(4 * GROUP, 1)
     cluster(const float* q, const long long* positions, const float* freqs, int pairs,
             const unsigned char* near, long long near_count, const long long* near_rows,
             int near_width, const unsigned char* far, long long far_count,
@@ -92,7 +105,8 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
                        far_count, far_rows,   far_width, bad};
   const int chunks = (lists.width() + CHUNK - 1) / CHUNK, group = threadIdx.x / GROUP;
   const int lane = threadIdx.x % 32, low = threadIdx.x % GROUP / 32 * 16 + lane / 4;
-  const int block = blockIdx.x % BLOCKS;
+  const int block = blockIdx.x % BLOCKS, chunk = block + group % 2 * BLOCKS;
+  const bool scores = group < 2 && chunk < chunks;
   const long long token = blockIdx.x / BLOCKS;
   char* queries = reinterpret_cast<char*>(shared);  // (64 heads, 512), then
   char* keys = queries + KEYS_BYTES;                // two chunks of (CHUNK, 512)
@@ -102,62 +116,49 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
   float2* angle = reinterpret_cast<float2*>(numbers + MOST_CHUNKS * NUMBERS);  // (pairs,)
   long long* rows = reinterpret_cast<long long*>(angle + pairs);               // (chunks, CHUNK)
   uint2* valid = reinterpret_cast<uint2*>(rows + chunks * CHUNK);  // (chunks,) bits of places
-  auto note = [&](int chunk) { return Note{notes + (token * chunks + chunk) * NOTE_BYTES}; };
+  auto note = [&](int of) { return Note{notes + (token * chunks + of) * NOTE_BYTES}; };
 
-  const bool past_the_end = read_lists(rows, valid, lists, token, chunks, 2 * GROUP);
-  for (int i = threadIdx.x; i < pairs; i += 2 * GROUP)
+  for (int i = 4 * GROUP - 1 - threadIdx.x; i < pairs; i += 4 * GROUP)
     angle[i] = angle_of(positions[token], freqs[i], false);
-  __syncthreads();
-  if (group == 1) {
-    for (int i = 0; block + i * BLOCKS < chunks; ++i)
-      make_chunk(keys + i * KEYS_BYTES, rows, block + i * BLOCKS, lists, [] {});
-  } else {
+  const bool past_the_end = read_lists(rows, valid, lists, token, chunks, 4 * GROUP);
+  if (group < 2) {
     const float4* q4 = reinterpret_cast<const float4*>(q + token * ALL_HEADS * C);
-#pragma unroll 16
-    for (int i = threadIdx.x; i < ALL_HEADS * C / 8; i += GROUP)
-      *block_piece(queries, i / (C / 8), i % (C / 8)) = query_piece(q4, i, angle, pairs);
+    load_columns<8>(queries, q4, 0, C / 8, angle, pairs);
+  } else if (chunk < chunks) {
+    make_one(keys + group % 2 * KEYS_BYTES, rows, chunk, lists);
   }
   publish();
   __syncthreads();
 
-  float s[2][32];  // left only: scores of its two chunks
-  if (group == 0) {
-#pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int chunk = block + i * BLOCKS;
-      if (chunk >= chunks) break;
-      score(s[i], queries, keys + i * KEYS_BYTES);
-      const float first = mask_and_max(s[i], 0, valid[chunk]),
-                  second = mask_and_max(s[i], 1, valid[chunk]);
-      if (lane % 4 == 0) note(chunk).maxima()[low] = first, note(chunk).maxima()[low + 8] = second;
-    }
+  float s[32];
+  Channels channels;
+  if (scores) {
+    score(s, queries, keys + group * KEYS_BYTES);
+    const float first = mask_and_max(s, 0, valid[chunk]), second = mask_and_max(s, 1, valid[chunk]);
+    if (lane % 4 == 0) note(chunk).maxima()[low] = first, note(chunk).maxima()[low + 8] = second;
   }
+  if (group >= 2) channels.read(rows, chunks, block, lists);
   __syncthreads();  // nobody reads q and keys any more
   arrive_cluster();
-  if (group == 1) decode_channels(values, rows, chunks, block, lists);
+  if (group >= 2) channels.place(values, chunks, near_width);
   wait_cluster();
-  if (group == 0) {
+  if (scores) {
 #pragma unroll
-    for (int i = 0; i < 2; ++i) {
-      const int chunk = block + i * BLOCKS;
-      if (chunk >= chunks) break;
-#pragma unroll
-      for (int n = 0; n < 2; ++n) {
-        float top = NEVER;
+    for (int n = 0; n < 2; ++n) {
+      float top = NEVER;
 #pragma unroll 4
-        for (int c = 0; c <= chunk; ++c) top = fmaxf(top, fresh(note(c).maxima() + low + 8 * n));
-        note(chunk).sums()[n * GROUP + threadIdx.x] = exponentials(s[i], n, top);
-      }
-      store_weights(note(chunk).weights(), s[i], low);
+      for (int c = 0; c <= chunk; ++c) top = fmaxf(top, fresh(note(c).maxima() + low + 8 * n));
+      note(chunk).sums()[n * GROUP + threadIdx.x % GROUP] = exponentials(s, n, top);
     }
+    store_weights(note(chunk).weights(), s, low);
   }
   arrive_cluster();
   wait_cluster();
-#pragma unroll 8
-  for (int i = threadIdx.x; i < chunks * (NOTE_BYTES / 16); i += 2 * GROUP) {
-    const int chunk = i / (NOTE_BYTES / 16), part = i % (NOTE_BYTES / 16) - NUMBERS / 4;
-    char* to = part < 0 ? reinterpret_cast<char*>(numbers + (chunk + 1) * NUMBERS)
-                        : weights + chunk * BLOCK;
+#pragma unroll 12
+  for (int i = threadIdx.x; i < chunks * (NOTE_BYTES / 16); i += 4 * GROUP) {
+    const int of = i / (NOTE_BYTES / 16), part = i % (NOTE_BYTES / 16) - NUMBERS / 4;
+    char* to = part < 0 ? reinterpret_cast<char*>(numbers + (of + 1) * NUMBERS)
+                        : weights + of * BLOCK;
     reinterpret_cast<uint4*>(to)[part] = fresh(reinterpret_cast<const uint4*>(note(0).at) + i);
   }
   publish();
@@ -166,18 +167,18 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
   float* staged = reinterpret_cast<float*>(shared);
   if (group == 0) {
     float o[32] = {}, top[2] = {NEVER, NEVER}, total[2] = {0.f, 0.f}, decay[2];
-    for (int chunk = 0; chunk < chunks; ++chunk) {
+    for (int c = 0; c < chunks; ++c) {
 #pragma unroll
       for (int n = 0; n < 2; ++n) {
         float before = top[n];
-        const float* of_chunk = numbers + chunk * NUMBERS;
+        const float* of_chunk = numbers + c * NUMBERS;
         top[n] = fmaxf(before, of_chunk[low + 8 * n]);
         decay[n] = exp2f(before - top[n]);
         total[n] = __fmaf_rn(total[n], decay[n], of_chunk[64 + n * GROUP + threadIdx.x]);
       }
       shrink_values<32>(o, decay[0], decay[1]);
-      const unsigned long long a = matrix(weights + chunk * BLOCK),
-                               b = matrix(values + chunk * BLOCK);
+      const unsigned long long a = matrix(weights + c * BLOCK),
+                               b = matrix(values + c * BLOCK);
       begin_products();
 #pragma unroll
       for (int k = 0; k < CHUNK / 16; ++k)
@@ -192,5 +193,5 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(2 * 
   }
   __syncthreads();
   float* to = out + token * ALL_HEADS * C;
-  write_rows(to, staged, 64 + 4, 64 * block, 64, ALL_HEADS, angle, pairs, 2 * GROUP);
+  write_rows(to, staged, 64 + 4, 64 * block, 64, ALL_HEADS, angle, pairs, 4 * GROUP);
 }

@@ -9,7 +9,7 @@ from ..attention import FORMATS, SHARED_BYTES, Call
 from ..launch import kernel, launch, processors
 from ..sparse_attn.cupy_op import choose
 
-HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v5 are made
+HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v6 are made
 MOST_ROWS = 768  # of a token in v5
 
 
@@ -17,7 +17,7 @@ def rope_sparse_attn(
     q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
 ):
     arguments = q, positions, freqs, window, window_rows, global_kv, global_rows, sink, numerics
-    version = spread if fits(q, window_rows, global_rows, numerics) else None
+    version = fastest if fits(q, window_rows, global_rows, numerics) else None
     version = version or choose(q, window_rows, global_rows, numerics)
     return (version or definitions.rope_sparse_attn.definition)(*arguments)
 
@@ -62,16 +62,28 @@ def cluster(q, *rest):
     function = kernel("rope_sparse_attn", "cluster", shared=SHARED_BYTES, **call.macros)
     shared = cluster_bytes(call.width, call.pairs)
     with call.errors() as bad:
-        launch(function, 8 * call.tokens, 256, (*call.arguments(), bad, out, notes), shared)
+        launch(function, 8 * call.tokens, 512, (*call.arguments(), bad, out, notes), shared)
     return out
 
 
-def spread(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest):
-    """v5 where its blocks find a multiprocessor each, else v4: the bits are the same."""
-    width = window_rows.shape[-1] + global_rows.shape[-1]
-    few = 8 * len(q) <= processors() and width <= MOST_ROWS
-    version = cluster if few else pipeline
-    return version(q, positions, freqs, window, window_rows, global_kv, global_rows, *rest)
+def relay(q, *rest, split=None, **macros):
+    """v6; `split` blocks per token: 1, or 2 or 4 where that many find a multiprocessor each."""
+    call = Call(q, *rest)
+    split = split or next(n for n in (4, 2, 1) if n == 1 or n * call.tokens <= processors())
+    out = cupy.empty_like(call.q)
+    macros = call.macros | macros | ({"SPLIT": split} if split > 1 else {})
+    function = kernel("rope_sparse_attn", "relay", shared=SHARED_BYTES, **macros)
+    threads, shared = 512 if split == 4 else 384, relay_bytes(call.width, call.pairs)
+    with call.errors() as bad:
+        launch(function, split * call.tokens, threads, (*call.arguments(), bad, out), shared)
+    return out
+
+
+def fastest(q, positions, freqs, window, window_rows, *rest):
+    """v6, or v4 for lists that are too wide for it; the bits are the same."""
+    width = window_rows.shape[-1] + rest[1].shape[-1]
+    version = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
+    return version(q, positions, freqs, window, window_rows, *rest)
 
 
 def tiles_bytes(heads, width, pairs):
@@ -87,6 +99,13 @@ def pipeline_bytes(width, pairs):
     padded = 64 * -(-width // 64)
     queries, keys, weights, shrink = 1024 * 64, 2 * 1024 * 64, 64 * 128, 64 * 4
     return queries + keys + weights + shrink + 8 * pairs + 8 * padded + padded // 8
+
+
+def relay_bytes(width, pairs):
+    """What `relay` keeps in shared memory, as laid out at its top."""
+    padded = 64 * -(-width // 64)
+    queries, keys, weights = 1024 * 64, 2 * 1024 * 64, 2 * 1024 * 11
+    return queries + keys + weights + 8 * pairs + 8 * padded + padded // 8
 
 
 def cluster_bytes(width, pairs):

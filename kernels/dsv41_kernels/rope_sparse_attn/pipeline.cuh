@@ -36,17 +36,36 @@ __device__ unsigned word(uint4 x, int i) {
   return i == 0 ? x.x : i == 1 ? x.y : i == 2 ? x.z : x.w;
 }
 
-// All rows that a token reads, and a bit for each place that has one; true if one is past the end.
+// All rows that a token reads, and a bit for each place that has one, by `threads` threads (whole
+// warps) of which this is number `i`; each is shown to `see` besides. Lists come AT_ONCE numbers at
+// a time, since waiting for each would take longer than all else here. True if this thread saw one
+// past the end.
+template <int AT_ONCE, typename See>
+__device__ bool read_rows(long long* rows, uint2* valid, const Lists& lists, long long token,
+                          int chunks, int i, int threads, See see) {
+  bool past_the_end = false;
+  for (; i < chunks * CHUNK; i += AT_ONCE * threads) {
+    long long listed[AT_ONCE];
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; ++n) listed[n] = lists.listed(token, i + n * threads);
+#pragma unroll
+    for (int n = 0; n < AT_ONCE; ++n) {
+      const int place = i + n * threads;
+      if (place >= chunks * CHUNK) break;
+      const long long row = lists.checked(listed[n], token, place, past_the_end);
+      rows[place] = row;
+      see(row, place);
+      const unsigned bits = __ballot_sync(~0u, row >= 0);
+      if (threadIdx.x % 32 == 0) reinterpret_cast<unsigned*>(valid)[place / 32] = bits;
+    }
+  }
+  return past_the_end;
+}
+
 __device__ bool read_lists(long long* rows, uint2* valid, const Lists& lists, long long token,
                            int chunks, int threads) {
-  bool past_the_end = false;
-#pragma unroll 2
-  for (int j = threadIdx.x; j < chunks * CHUNK; j += threads) {  // whole warps
-    rows[j] = lists.row(token, j, past_the_end);
-    unsigned bits = __ballot_sync(~0u, rows[j] >= 0);
-    if (threadIdx.x % 32 == 0) reinterpret_cast<unsigned*>(valid)[j / 32] = bits;
-  }
-  return __syncthreads_or(past_the_end);
+  return __syncthreads_or(read_rows<2>(rows, valid, lists, token, chunks, threadIdx.x, threads,
+                                       [](long long, int) {}));
 }
 
 // The maker. Two threads share a record: of every 32 bytes one takes the first half, one the
@@ -124,19 +143,22 @@ __device__ void make_keys(char* keys, const long long* rows, int chunks, const L
 
 // The softmax of 64 heads by 128 threads: a thread holds two heads, `low` and eight below (n = 0,
 // 1), and of each the places 8 j + 2 t and + 1, at s[4 j + 2 n] and the next.
+constexpr float SCORE_SCALE = LIFT * LOG2_E / 22.627416998f;  // the square root of 512
+
 __device__ float mask_and_max(float* s, int n, uint2 valid) {
-  const float scale = LIFT * LOG2_E / sqrtf((float)C);
-  const unsigned first = valid.x >> threadIdx.x % 4 * 2, second = valid.y >> threadIdx.x % 4 * 2;
-  float top = NEVER;
+  float top = minus_infinity();
+  if ((valid.x & valid.y) != ~0u) {
+    const unsigned first = valid.x >> threadIdx.x % 4 * 2, second = valid.y >> threadIdx.x % 4 * 2;
 #pragma unroll
-  for (int j = 0; j < 16; ++j) {
-    float& x = s[j / 2 * 4 + n * 2 + j % 2];
-    const unsigned bit = (j < 8 ? first : second) & 1u << (j / 2 % 4 * 8 + j % 2);
-    x = bit ? x * scale : minus_infinity();
-    top = fmaxf(top, x);
+    for (int j = 0; j < 16; ++j) {
+      const unsigned bit = (j < 8 ? first : second) & 1u << (j / 2 % 4 * 8 + j % 2);
+      if (!bit) s[j / 2 * 4 + n * 2 + j % 2] = minus_infinity();
+    }
   }
+#pragma unroll
+  for (int j = 0; j < 16; ++j) top = fmaxf(top, s[j / 2 * 4 + n * 2 + j % 2]);
   top = fmaxf(top, __shfl_xor_sync(~0u, top, 1));
-  return fmaxf(top, __shfl_xor_sync(~0u, top, 2));
+  return fmaxf(NEVER, fmaxf(top, __shfl_xor_sync(~0u, top, 2)) * SCORE_SCALE);
 }
 
 // s becomes p; -> this thread's part of their sum. The parts are added up at the very end.
@@ -145,7 +167,7 @@ __device__ float exponentials(float* s, int n, float top) {
 #pragma unroll
   for (int j = 0; j < 16; ++j) {
     float& x = s[j / 2 * 4 + n * 2 + j % 2];
-    x = exp2f(x - top);
+    x = exp2f(__fmaf_rn(x, SCORE_SCALE, -top));
     sum += x;
   }
   return sum;
