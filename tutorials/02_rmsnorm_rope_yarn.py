@@ -80,13 +80,15 @@ same("zeros stay zeros", rmsnorm(np.zeros(4, np.float32), weight), np.zeros(4, n
 # %% [markdown]
 # ## Is each query head normalised?
 #
-# In V4 yes, in V4.1 no. V4.1 makes all heads from one low-rank vector $c_q$. The norm sits on
-# $c_q$; what leaves the second matrix is rotated as it is:
+# In V4 yes, in V4.1 no (`Attention` in either release's inference/model.py). V4.1 makes all heads
+# from one low-rank vector $c_q$. The norm sits on $c_q$; what leaves the second matrix is rotated
+# as it is:
 #
 # $$c_q = \mathrm{RMSNorm}(W_a x), \qquad q = W_b\, c_q$$
 #
 # **Break it.** Norm each head as well. All heads get one length, so no head can be more decided
-# than another. The shapes are right, the scores are not.
+# than another. The shapes are right, the scores are not. (The weights come from a tiny model.
+# `dense` gives a stored matrix as float32; `FLOAT32` asks the module to round nothing on the way.)
 
 # %% tags=["break"]
 from dsv41 import FLOAT32, preset
@@ -355,6 +357,9 @@ for i in (0, 8, 15, 16, 20, 24, 25, 31):
     waves = [2 * math.pi / float(freqs[i]) for freqs in (near, unstretched, far)]
     print("{:4} {:13,.1f} {:14,.1f} {:13,.1f}".format(i, *waves), end="")
     print(f"{waves[2] / waves[1]:12.3f}")
+for r in (32, 1):
+    slow = 160_000 ** (-2 * pair_that_turns(r, 160_000) / DIM)  # radians a token
+    close(f"pair c({r}) turns {r} times in 65,536 tokens", 65_536 * slow / (2 * math.pi), r, 1e-9)
 same("pairs 0 to 15 are kept", far[:16], unstretched[:16])
 close("pairs 25 to 31 are 16 times slower", unstretched[25:] / far[25:], [16] * 7, within=1e-5)
 assert 2 * math.pi / near[31] < 65_536 < 1_048_576 < 2 * math.pi / far[31], "the slowest pairs"
@@ -428,8 +433,8 @@ assert np.abs(single - double).max() <= 0.0625 / 2, "and never more than half a 
 #
 # Six operations a pair: four products, a sum, a difference. A query has 64 heads, the key one,
 # the output 64 again. A window of 128 keys costs $2 \cdot 512$ operations for a score and as many
-# for a value, a key and a head. A table of cosines and sines for a million positions would be
-# larger than what it saves; 32 frequencies are enough.
+# for a value, a key and a head. Turning needs 32 stored frequencies a base. Ready cosines and sines
+# for a million positions would fill half a gigabyte:
 
 # %%
 turning = (64 + 1 + 64) * 32 * 6

@@ -59,6 +59,7 @@ versions("matplotlib")
 import dsv41
 from dsv41 import ced, csa2, ledger
 from dsv41.cache import Cache
+from dsv41.indexer import index_topk
 from dsv41.presets import preset
 from dsv41.projections import grouped_output, low_rank_queries
 from dsv41.quant import FLOAT32, OFFICIAL
@@ -155,7 +156,9 @@ with figure("KV comes from 4 layers, the choice of entries from 8") as ax:
 # ## One token through three kinds of layer
 #
 # Load the nine-layer model with its stored random weights and run 72 tokens. A trace collects what
-# each layer computed. What does a layer leave behind, by mode?
+# each layer computed. A layer is called with its input, its weights, its line of the plan and
+# `call`: what all layers of one pass are given, such as config, cache and positions. `watched`
+# keeps these four. What does a layer leave behind, by mode?
 
 # %%
 checkpoint = ROOT / "tests/golden/v41_tiny_a"
@@ -182,13 +185,14 @@ assert not any(key.startswith(("L03.idx", "L06.idx", "L08.cmp")) for key in trac
 assert "L07.idx.topk" in trace and "L07.idx.k" not in trace, "Reindex: a choice, but no keys"
 
 # %% [markdown]
-# Follow token 61 through layers 5, 6, 7 and 8. What a query reads far back are *entries*. An
+# Follow token 61 through layers 5, 6, 7 and 8. Far back a query reads *entries*, not tokens. An
 # entry of $m$ tokens becomes visible when its last token is there:
 #
 # $$\text{visible}(t) = \lfloor (t + 1) / m \rfloor$$
 #
 # **Full** (layer 5) scores all 62 visible entries and takes the best 6. The loop is short: best
-# score first, the lower number on a tie, then ascending.
+# score first, the lower number on a tie, then ascending. For all queries at once take
+# [index_topk](../dsv41/indexer.py#index_topk), which chapter 05 arrives at.
 
 
 # %%
@@ -199,26 +203,16 @@ def choose(scores, visible, k):
     return best + [-1] * (k - len(best))
 
 
-def choose_all(scores, visible, k):
-    """scores (T, N), visible (T,) -> (T, k)"""
-    masked = np.where(np.arange(scores.shape[1]) < visible[:, None], scores, -np.inf)
-    order = np.argsort(-masked, axis=1, kind="stable")[:, :k]  # stable: lower number first
-    legal = np.take_along_axis(masked, order, axis=1) > -np.inf
-    last = np.where(legal, order, scores.shape[1])
-    last.sort(axis=1)
-    return np.where(last < scores.shape[1], last, -1)
-
-
 t, k = 61, tiny.index_topk
 score = trace["L05.idx.score"]  # (T, N)
 print(f"token {t}: {np.sum(score[t] > -np.inf)} scored, chosen {choose(score[t], t + 1, k)}")
 print(f"token  3: {np.sum(score[3] > -np.inf)} scored, chosen {choose(score[3], 4, k)}")
 tokens = np.arange(len(ids))
 loop = [choose(score[t], t + 1, k) for t in tokens]
-same("all queries at once = one by one", choose_all(score, tokens + 1, k), loop)
+same("all queries at once = one by one", index_topk(score, tokens + 1, k), loop)
 same("Full, m = 1: layer 5's choice", trace["L05.idx.topk"], loop)
 same("Full, m = 2: layer 2's choice", trace["L02.idx.topk"],
-     choose_all(trace["L02.idx.score"], (tokens + 1) // 2, k))  # fmt: skip
+     index_topk(trace["L02.idx.score"], (tokens + 1) // 2, k))  # fmt: skip
 
 # %% [markdown]
 # **Reindex** (layer 7) has queries of its own and no keys. It scores layer 5's keys, but only in
@@ -249,7 +243,8 @@ assert t in pool, "the newest block is always in the pool, so recent entries sta
 
 # %% [markdown]
 # **Reuse** (layer 8) computes its own attention queries and its own window KV. Then it looks up
-# rows: entry numbers from layer 7, records from layer 5. That is the whole layer:
+# rows: entry numbers from layer 7, records from layer 5. `rope_sparse_attn` is the gather of
+# chapter 06 with the two rotations of chapter 02 around it. That is the whole layer:
 
 
 # %%
@@ -416,7 +411,7 @@ def change_before(p):
     return np.abs(a - b)[:p].max()
 
 
-index_topk, places = csa2.indexer.index_topk, (12, 25, 38, 51)
+places = (12, 25, 38, 51)
 causal = [change_before(p) for p in places]
 with mock.patch.object(csa2.indexer, "index_topk", too_many):
     leaking = [change_before(p) for p in places]

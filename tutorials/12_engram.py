@@ -120,6 +120,10 @@ for t in range(5):
     print(f"{x!s:16} -> {rows}")
 print(f"first token: {5 * 3:07b} ^ {2 * 5:07b} = {(5 * 3) ^ (2 * 5):07b} = 5")
 assert by_hand[0] == [5, 17 + 5, 36 + 11, 59 + 11, 88 + 29, 119 + 29], "5, then 11, then 29"
+for places in ((3, 5), (3, 3)):
+    both = [(a * places[0]) ^ (b * places[1]) for a, b in ((7, 5), (5, 7))]
+    print(f"multipliers {places}: mix of 5, 7 is {both[0]}, of 7, 5 it is {both[1]}")
+    assert (both[0] == both[1]) == (places == (3, 3)), "different multipliers see the order"
 
 
 # %%

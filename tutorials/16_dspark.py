@@ -3,10 +3,11 @@
 #
 # **How can a model write several tokens per step, and still write the very same text?**
 #
-# A decode step reads a model's weights to write a single token. Six tokens in one step share much
-# of that reading. So a small drafter guesses the next five, and the main model checks all of them
-# in one step. This chapter builds the drafter's block, the rule that keeps or
-# refuses a draft, the rule that says how many are worth checking, and the way back.
+# A decode step reads a model's weights to write a single token. Six tokens in one step share some
+# of that reading; how much, this page counts near its end. So a small drafter guesses the next
+# five, and the main model checks all of them in one step. This chapter builds the drafter's block,
+# the rule that keeps or refuses a draft, the rule that says how many are worth checking, and the
+# way back.
 #
 # You need NumPy, attention (chapters 03 and 06) and probability of three tokens. 25 minutes. Three
 # exercises at the end.
@@ -594,6 +595,10 @@ assert write(right)[1:] == (9, 32), "1 token from the prompt, then 8 steps of 4 
 #
 # The released drafter keeps three rings of 128 records of 528 bytes (chapter 01), for a request
 # that drafts. The tables of the Markov head have 129,280 rows of 256.
+#
+# And what do six tokens in one step share? Attention, shared experts and head are read once,
+# whatever the number of tokens. Of 384 routed experts each token chooses 6. Chosen evenly, $n$
+# tokens meet a share of $1 - (1 - 6/384)^n$ of them, and every expert that is met must be read.
 
 # %%
 real = preset("v4.1-flash")
@@ -605,7 +610,29 @@ markov = 2 * real.vocab_size * real.dspark_markov_rank
 print(f"main_proj 5120 x 15360 = {main_proj / 1e6:.1f}M   Markov head {markov / 1e6:.1f}M weights")
 assert (round(main_proj / 1e5), round(markov / 1e5)) == (786, 662), "78.6M and 66.2M"
 
+stored = ledger.stored_bytes(real)
+always = ("attention", "head", "shared expert", "router", "mHC", "compressor", "indexer")
+
+
+def read_by(tokens):
+    """Bytes of weights that a step of so many tokens reads."""
+    met = 1 - (1 - real.num_experts_per_tok / real.n_routed_experts) ** tokens
+    return sum(stored[part] for part in always) + met * stored["routed experts"]
+
+
+print("requests   a token each   six tokens each")
+for requests in (1, 8, 64, 512):
+    one, six = read_by(requests), read_by(6 * requests)
+    print(f"{requests:8} {one / 1e9:11.1f} GB {six / 1e9:14.1f} GB, {six / one:.2f} x as much")
+assert 2.5 < read_by(6) / read_by(1) < 3, "alone: not six times the bytes, but not the same either"
+assert read_by(6 * 8) / read_by(8) > 3.5, "a few requests share least: they meet other experts"
+assert read_by(6 * 512) / read_by(512) < 1.01, "in a large batch every expert is read anyway"
+
 # %% [markdown]
+# Checking five drafts is no free lunch: alone it takes 2.7 times the bytes of one token, and at
+# $c = 0.5$ writes under two. This is one more reason to check few drafts when they are doubtful,
+# and it is what $\mathrm{SPS}(B)$ stands for.
+#
 # ## The module gives the same laws
 #
 # [verify](../dsv41/sampling.py#verify) takes its numbers from a generator. Replace that by

@@ -445,7 +445,8 @@ close("all of them nearly right", sorted(as_they_come), [float(total)] * len(as_
 
 # %% [markdown]
 # The cut depends on $d$ alone, never on the number of tokens. That is why a token has the same bits
-# alone and in a batch, although one token and 4,096 run different kernels.
+# alone and in a batch, although one token and 4,096 run different kernels. This page cannot show
+# that; [a test](../tests/test_kernels_hc_boundary.py) on a GPU does.
 #
 # ## Tensor cores without losing a bit
 #
