@@ -196,14 +196,35 @@ def test_a_case_is_checked_before_it_is_timed(monkeypatch):
     assert order == ["call"]
 
 
-def test_only_the_cases_that_say_so_are_run(monkeypatch):
-    shapes = [("v1", "T=512, D=64"), ("v4", "T=512, D=64"), ("v4", "T=5, D=64")]
-    made = [bench.Case("op", v, s, lambda: None, lambda: 0.0, 1) for v, s in shapes]
+def without_a_gpu(monkeypatch, cases):
+    """Let `bench` run these cases here."""
     fake = SimpleNamespace(Timer=lambda seconds: FakeTimer())
     monkeypatch.setitem(sys.modules, "dsv41_kernels.timing", fake)
     monkeypatch.setattr(bench, "machine", lambda timer: {"device": "GPU", "copy_gbps": 1.0})
-    monkeypatch.setattr(bench, "cases", lambda op, quick: made)
+    monkeypatch.setattr(bench, "cases", cases)
     monkeypatch.setattr(bench, "deferred_errors", nullcontext)
+
+
+def test_what_an_interrupted_bench_has_measured_is_in_its_file(monkeypatch, tmp_path, capsys):
+    def cases(op, quick):
+        if op == "sinkhorn":
+            raise KeyboardInterrupt
+        return [bench.Case(op, "v1", "n=1", lambda: None, lambda: 0.0, 1)]
+
+    without_a_gpu(monkeypatch, cases)
+    file = tmp_path / "new" / "some.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["fp4_pack", "sinkhorn", "--json", str(file)])
+    (record,) = json.loads(file.read_text())
+    assert record["op"] == "fp4_pack"
+    assert record["command"] == f"python -m dsv41_kernels.bench fp4_pack sinkhorn --json {file}"
+    assert [path.name for path in file.parent.iterdir()] == ["some.json"]
+
+
+def test_only_the_cases_that_say_so_are_run(monkeypatch):
+    shapes = [("v1", "T=512, D=64"), ("v4", "T=512, D=64"), ("v4", "T=5, D=64")]
+    made = [bench.Case("op", v, s, lambda: None, lambda: 0.0, 1) for v, s in shapes]
+    without_a_gpu(monkeypatch, lambda op, quick: made)
 
     def run(*only):
         records, failed = bench.bench(["op"], out=lambda line: None, only=only)
