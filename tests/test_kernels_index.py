@@ -194,12 +194,10 @@ def test_topk_of_long_rows(cupy, count, k):
 TOPK_VERSIONS = {
     "v2": lambda o, *a: o.choose_long("index_topk", a[:2], a[0].shape[1], a[2]),
     "short": lambda o, *a: o.choose_short(*a),
-    "short, 32": lambda o, *a: o.choose_short(*a, PER_THREAD=32),
     "long": lambda o, *a: o.choose_long(*a),
     "2 parts": lambda o, *a: o.choose_rows(*a, parts=2),
     "9 parts": lambda o, *a: o.choose_rows(*a, parts=9),
     "256 parts": lambda o, *a: o.choose_rows(*a, parts=256),
-    "small settle": lambda o, *a: o.choose_rows(*a, parts=5, settlers=512),
 }
 SHORT_SIZES = [(16_384, 512), (16_384, 3000), (5001, 1)]
 LONG_SIZES = [(51_201, 1), (300_000, 512), (300_001, 4096)]
@@ -437,6 +435,16 @@ def test_parts_cover_a_row_and_fit_the_launch(fake_cuda, rows, count):  # noqa: 
         assert 1 <= parts <= MOST_PARTS
     parts, _ = split(rows, count)
     assert parts == 1 or rows <= 65_535  # rows are the grid's second axis
+
+
+def test_parts_of_many_long_rows_are_two_waves_of_blocks(fake_cuda):  # noqa: F811
+    from dsv41_kernels.orderedrows import split
+
+    parts = {
+        (rows, count): split(rows, count)[0] for rows in (1, 32) for count in (1 << 19, 1 << 20)
+    }
+    assert parts == {(1, 1 << 19): 64, (1, 1 << 20): 128, (32, 1 << 19): 8, (32, 1 << 20): 16}
+    assert split(64, 1 << 20)[0] == 8 and split(264, 1 << 20)[0] == 1
 
 
 @pytest.mark.parametrize("tokens, count", [(0, 5), (5, 0), (1, 1), (1, 524_288), (15, 1000)])

@@ -260,15 +260,13 @@ def test_rmsnorm_with_cast(cupy, channels, dtype):
 
     x, weight = rows_for_norm(70, channels, dtype)
     moved, scale = cupy.asarray(x), cupy.asarray(weight)
-    fast = channels % 256 == 0 and channels <= 5120 and dtype == BF16
     found = {}
-    for version in ("v1", "v2", "v3", "v5", "v4")[: 5 if fast else 4]:
+    for version in ("v1", "v2", "v3"):
         out = cupy.zeros((70, ACTIVATION_FP8.record_bytes(channels)), np.uint8)
         launch_rmsnorm(moved, scale, out, cupy.zeros(1, np.uint64), 1e-6, version)
         assert_casts_nearly(out.get(), x, weight, 1e-6)
         found[version] = out
     assert_same("v3 = v2", found["v3"], found["v2"])
-    assert_same("v5 = v2", found["v5"], found["v2"])
     whole = rmsnorm_fp8(moved, scale, 1e-6, OFFICIAL)
     assert_same("alone", rmsnorm_fp8(moved[:1], scale, 1e-6, OFFICIAL), whole[:1])
     many = cupy.asarray(np.concatenate([x] * 20))  # so many that blocks take several rows

@@ -5,16 +5,16 @@ import functools
 import cupy
 import numpy as np
 
-from .launch import kernel, launch
+from .launch import kernel, launch, processors
 
 PER_THREAD, MOST_LISTED, MOST_PARTS = 16, 20480, 256  # as in topk_ordered.cuh
 SHORT = PER_THREAD * 1024  # scores that one block of threads keeps in registers
 SPAN = PER_THREAD * 512  # scores that a block of a long row looks at at once
 MOST_CHOSEN = 4096  # from longer rows
-BLOCKS = 264  # two on each of the 132 SMs of a Hopper
+LONG_PART = 16  # spans of a block from which on a single wave of blocks is slow
 
 
-def choose_rows(scores, visible, k, per=1, parts=None, settlers=1024):
+def choose_rows(scores, visible, k, per=1, parts=None):
     """The k best of each row (T, N) f32, of the first ceil(visible / per) -> (T, k) int64.
 
     k is at most MOST_CHOSEN where rows are longer than SHORT.
@@ -25,17 +25,16 @@ def choose_rows(scores, visible, k, per=1, parts=None, settlers=1024):
     parts, length = split(rows, count, parts)
     if parts == 1:
         return choose_long(scores, visible, k, per)
-    return choose_in_parts(scores, visible, k, per, parts, length, settlers)
+    return choose_in_parts(scores, visible, k, per, parts, length)
 
 
-def choose_short(scores, visible, k, per=1, **macros):
+def choose_short(scores, visible, k, per=1):
     """One launch, rows in registers."""
     rows, count = scores.shape
     chosen = cupy.empty((rows, k), np.int64)
-    run = kernel("index_topk", "short_v3", shared=8 * SHORT, **macros)
+    run = kernel("index_topk", "short_v3", shared=8 * SHORT)
     sizes = np.int64(count), np.int32(per), np.int32(k)
-    block = threads(count, macros.get("PER_THREAD", PER_THREAD))
-    launch(run, rows if k else 0, block, (scores, visible, chosen, *sizes), 8 * count)
+    launch(run, rows if k else 0, threads(count), (scores, visible, chosen, *sizes), 8 * count)
     return chosen
 
 
@@ -49,8 +48,8 @@ def choose_long(scores, visible, k, per=1):
     return chosen
 
 
-def choose_in_parts(scores, visible, k, per, parts, length, settlers=1024):
-    """Two launches, each row by `parts` blocks and one more, of `settlers` threads."""
+def choose_in_parts(scores, visible, k, per, parts, length):
+    """Two launches, each row by `parts` blocks and one more."""
     rows, count = scores.shape
     size, limit = SPAN + k, max(2 * k, 512)
     chosen = cupy.empty((rows, k), np.int64)
@@ -63,7 +62,7 @@ def choose_in_parts(scores, visible, k, per, parts, length, settlers=1024):
     run = kernel("index_topk", "settle_v3", shared=8 * MOST_LISTED)
     arrays = scores, visible, found, counts, chosen
     sizes = *sizes[:3], np.int32(parts), np.int32(limit)
-    launch(run, rows if k else 0, settlers, (*arrays, *sizes), 8 * MOST_LISTED)
+    launch(run, rows if k else 0, 1024, (*arrays, *sizes), 8 * MOST_LISTED)
     return chosen
 
 
@@ -75,25 +74,29 @@ def rank(k, count):
     return int(share + 6 * share**0.5 + 8)
 
 
-def threads(count, per_thread=PER_THREAD):
+def threads(count):
     """More for longer rows, in whole warps: half of the scores of a thread, as far as that goes."""
-    return min(SHORT // per_thread, max(64, 32 * -(-count // (16 * per_thread))))
+    return min(1024, max(64, 32 * -(-count // (16 * PER_THREAD))))
 
 
 @functools.cache
 def split(rows, count, parts=None):
-    """-> how many blocks share a row, and their scores: little work for the busiest SM.
+    """-> how many blocks share a row, and their scores: little work for the busiest SM, which holds
+    two blocks. What is chosen does not depend on the parts.
 
-    In units of the time in which all SMs read SPAN scores for each of BLOCKS blocks, 2 us; a block
-    needs about 1.5 to start and to find its bound, the second launch 2. What is chosen does not
-    depend on the parts.
+    In units of the time in which all SMs read SPAN scores for each of their blocks, 2 us; a block
+    needs about 1.5 to start and to find its bound, the second launch 2. Blocks of a single wave
+    start, read and end in step, and memory rests in between: of long ones it takes a third more.
+    On an H200, 512 of 32 x 2^20: 8 parts a row, one wave, 56.2 us; 16, two waves, 48.0.
     """
-    spans = -(-count // SPAN)
-    most = 1 if rows > 4 * BLOCKS else min(spans, MOST_PARTS)
-    some = {max(1, min(most, waves * BLOCKS // max(1, rows))) for waves in (1, 2, 3, 4)}
+    spans, blocks = -(-count // SPAN), 2 * processors()
+    most = 1 if rows > 4 * blocks else min(spans, MOST_PARTS)
+    some = {max(1, min(most, waves * blocks // max(1, rows))) for waves in (1, 2, 3, 4)}
 
     def time(n):
-        return -(-rows * n // BLOCKS) * (-(-spans // n) + 1.5) + (2 if n > 1 else 0)
+        waves, each = -(-rows * n // blocks), -(-spans // n)
+        slow = 4 / 3 if n > 1 and waves == 1 and each >= LONG_PART else 1
+        return waves * (slow * each + 1.5) + (2 if n > 1 else 0)
 
     best = parts or min(sorted({1} | some), key=time)
     length = -(-spans // best) * SPAN

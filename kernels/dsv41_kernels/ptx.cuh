@@ -74,13 +74,6 @@ __device__ inline u32 select(u32 mask, u32 a, u32 b) {
   return out;
 }
 
-// Bytes of a, or zero (4), as four selectors say.
-__device__ inline u32 prmt(u32 a, u32 selectors) {
-  u32 out;
-  asm volatile("prmt.b32 %0, %1, 0, %2;" : "=r"(out) : "r"(a), "r"(selectors));
-  return out;
-}
-
 // Adds to a number in memory behind all that this thread has written, and seen written: whoever
 // then reads the number by load_acquire sees that too.
 __device__ inline void add_release(u32* at, u32 more) {
@@ -105,16 +98,4 @@ __device__ inline void store_relaxed(u64* at, u64 value) {
 // Fetches the line of 128 bytes around `at` into L2, and waits for nothing.
 __device__ inline void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));
-}
-
-// 16 bytes from global to shared memory without a register in between. Copies are gathered in groups,
-// which arrive in order: wait_all_but<N> lets the N latest be on their way.
-__device__ inline void copy_16(void* shared, const void* global) {
-  u32 to = (u32)__cvta_generic_to_shared(shared);
-  asm volatile("cp.async.cg.shared.global [%0], [%1], 16;" ::"r"(to), "l"(global) : "memory");
-}
-__device__ inline void end_group() { asm volatile("cp.async.commit_group;" ::: "memory"); }
-template <int NEWEST>
-__device__ inline void wait_all_but() {
-  asm volatile("cp.async.wait_group %0;" ::"n"(NEWEST) : "memory");
 }

@@ -17,10 +17,7 @@
 // later equal score would not be chosen. Only a sample that lies, whose bound leaves fewer than k,
 // costs a second reading.
 
-#ifndef PER_THREAD
-#define PER_THREAD 16  // scores of a thread in registers, or 32
-#endif
-const int SIXTEENS = PER_THREAD / 16;
+const int PER_THREAD = 16;      // scores of a thread in registers
 const int MOST_LISTED = 20480;  // keys in shared memory, as many numbers beside them
 const int FEW = 32;             // keys that a warp ranks at once
 
@@ -120,20 +117,13 @@ struct Row {
   }
 };
 
-// the best of each 16 scores of a thread, as a key
-struct Best {
-  unsigned keys[SIXTEENS];
-
-  __device__ __forceinline__ Best(const float* scores) {
+// the key of the best of a thread's scores
+__device__ __forceinline__ unsigned best_key(const float* scores) {
+  float best = scores[0];
 #pragma unroll
-    for (int i = 0; i < SIXTEENS; ++i) {
-      float best = scores[16 * i];
-#pragma unroll
-      for (int j = 1; j < 16; ++j) best = larger(best, scores[16 * i + j]);
-      keys[i] = order_key(best);
-    }
-  }
-};
+  for (int i = 1; i < PER_THREAD; ++i) best = larger(best, scores[i]);
+  return order_key(best);
+}
 
 // ---- what the threads of a block find out together ----------------------------------------------
 
@@ -228,12 +218,10 @@ struct Chooser {
 
   // low: a key that at least `rank` of the threads' best reach, and few more, or 1 if fewer have
   // one; high: the largest
-  __device__ __forceinline__ Range reached(const Best& mine, int rank) {
-    int count = SIXTEENS * blockDim.x;
+  __device__ __forceinline__ Range reached(unsigned mine, int rank) {
+    int count = blockDim.x;
     auto each = [&](auto f) {
-#pragma unroll
-      for (int i = 0; i < SIXTEENS; ++i)
-        if (mine.keys[i]) f(mine.keys[i]);
+      if (mine) f(mine);
     };
     Range range = range_of(each, rank, count);
     unsigned high = range.high;
@@ -320,18 +308,12 @@ struct List {
   __device__ __forceinline__ void append(Chooser& chooser, const float* scores, int first,
                                          float bound) {
     unsigned marks = 0, all, sum = 0;
-    Places places[SIXTEENS];
+    Places places;
 #pragma unroll
     for (int i = 0; i < PER_THREAD; ++i) mark_above(marks, 1u << i, scores[i], bound);
-    if (__any_sync(~0u, marks != 0))
-#pragma unroll
-      for (int i = 0; i < SIXTEENS; ++i) sum += places[i].find(marks >> 16 * i);
+    if (__any_sync(~0u, marks != 0)) sum = places.find(marks);
     unsigned place = used + chooser.warps_before(sum, all);
-    if (marks)
-#pragma unroll
-      for (int i = 0; i < SIXTEENS; ++i)
-        place = place_marked(marks >> 16 * i, scores + 16 * i, first + Row::number(16 * i), place,
-                             places[i]);
+    if (marks) place_marked(marks, scores, first + Row::number(0), place, places);
     used += all;
   }
 
@@ -351,8 +333,8 @@ struct List {
     }
   };
 
-  __device__ __forceinline__ unsigned place_marked(unsigned marks, const float* scores, int number,
-                                                   unsigned place, Places places) {
+  __device__ __forceinline__ void place_marked(unsigned marks, const float* scores, int number,
+                                               unsigned place, Places places) {
 #pragma unroll
     for (int turn = 0; turn < 4; ++turn) {
       if (marks >> 4 * turn & 15) {  // of a long row's 128 neighbours, two warps in three have none
@@ -364,7 +346,6 @@ struct List {
       }
       place += places.total >> 8 * turn & 255;
     }
-    return place;
   }
 
   // keep the k best alone; `spare` (k) is written over -> the new bound: later scores are above it
@@ -437,7 +418,7 @@ __device__ __forceinline__ void choose_short(Source row, Visible visible, int k,
   Chooser chooser(&board);
   List list(memory, size);
   row.hide(scores, 0);
-  Range range = chooser.reached(Best(scores), k);
+  Range range = chooser.reached(best_key(scores), k);
   list.append(chooser, scores, 0, score_of(range.low - 1));
   write_chosen(list, chooser, k, range, out, name);
 }
@@ -445,7 +426,7 @@ __device__ __forceinline__ void choose_short(Source row, Visible visible, int k,
 // what a score of a longer row has to exceed: `rank` scores of the sample at least do
 __device__ __forceinline__ float guess(Chooser& chooser, const Row& row, float* sample, int rank) {
   row.hide_sample(sample);
-  return score_of(chooser.reached(Best(sample), rank).low - 1);
+  return score_of(chooser.reached(best_key(sample), rank).low - 1);
 }
 
 // A longer row by one block. out also serves as `spare`; size is k and 16 for each thread.

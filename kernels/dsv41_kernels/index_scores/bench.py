@@ -6,7 +6,6 @@ from dsv41.indexer import index_scores as text
 from dsv41.quant import OFFICIAL
 
 from ..bench import Case
-from ..indexing import keys_per_block
 from ..indexing_bench import FOUR_BIT, RECORD, check_scores, packed_keys, queries
 from .cupy_op import scores_v1, scores_v2, scores_v3, scores_v4
 
@@ -67,9 +66,6 @@ def versions(q, w, keys, numerics, small):
     runs = {"v1": scores_v1, "v2": scores_v2, "v3": scores_v3, "v4": scores_v4}
     for name in ("v3",) if keys.ndim == 2 else ("v2", "v4"):
         yield name, lambda run=runs[name]: run(known, q, w, keys)
-    if keys.ndim == 3:
-        shares = lambda tokens, count: keys_per_block(tokens * count)  # noqa: E731
-        yield "v4 8192", lambda: scores_v2(known, q, w, keys, "scores_v4", shares)
     if small:
         yield "v1", lambda: scores_v1(known, q, w, keys)
         yield of_text(q, w, keys, numerics)

@@ -46,10 +46,10 @@ def scores_v1(known, q, w, keys):
     return arguments[3]
 
 
-def scores_v2(known, q, w, keys, name="scores_v2", share=equal_shares):
+def scores_v2(known, q, w, keys, name="scores_v2"):
     """Keys on tensor cores, split so that every SM has work."""
     arguments, tokens, count = _arguments(q, w, keys)
-    chunk = share(tokens, count)
+    chunk = equal_shares(tokens, count)
     run = kernel("index_scores", name, shared=RING_BYTES, **known)
     launch(run, tokens * -(-count // chunk), 32 * WARPS, (*arguments, np.int64(chunk)), RING_BYTES)
     return arguments[3]

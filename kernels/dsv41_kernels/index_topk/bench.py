@@ -10,7 +10,7 @@ from dsv41.indexer import index_topk as text
 from ..bench import Case
 from ..indexing_bench import check_best, float_rows
 from ..longrows import choose_long
-from ..orderedrows import SHORT, choose_rows, choose_short
+from ..orderedrows import choose_rows
 from .cupy_op import topk_v1
 
 OP, K = "index_topk", 512
@@ -38,12 +38,6 @@ def versions(scores, visible):
         yield "v1", lambda: topk_v1(scores, visible, K)
     yield "v2", lambda: choose_long(OP, (scores, visible), count, K)
     yield "v3", lambda: choose_rows(scores, visible, K)
-    if count <= SHORT:
-        yield "v3 32 each", lambda: choose_short(scores, visible, K, PER_THREAD=32)
-    else:
-        parts = 16 if len(scores) > 1 else 64
-        yield f"v3 {parts} parts", lambda: choose_rows(scores, visible, K, parts=parts)
-        yield "v3 settle 512", lambda: choose_rows(scores, visible, K, settlers=512)
     yield "cupy text", lambda: text.definition(scores, visible, K)
     if importlib.util.find_spec("torch"):
         yield "torch", torch_topk(scores)

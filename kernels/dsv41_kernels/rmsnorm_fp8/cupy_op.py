@@ -11,9 +11,7 @@ from ..errors import bad_values
 from ..launch import kernel, launch, processors
 from ..records import BF16, describe
 
-RESIDENT = 3  # v3's and v5's blocks per SM: as many as their registers let stay there
-SLOTS = 3  # rows of v5 on their way to a block
-SHARED = 227 * 1024  # bytes of shared memory that blocks of an SM share
+RESIDENT = 3  # v3's blocks per SM: as many as its registers let stay there
 WIDEST = 16 * 1024  # channels: 16 a thread
 
 
@@ -38,35 +36,21 @@ def supported(x, numerics):
 def best(rows):
     """The version for so many rows; all of these have the same bits, so the number may choose.
 
-    A block of v5 works on many rows, while the next ones come; where there is one a block, v2.
+    A block of v3 works on many rows, while the next ones come; where there is one a block, v2.
     """
-    return "v2" if rows <= RESIDENT * processors() else "v5"
+    return "v2" if rows <= RESIDENT * processors() else "v3"
 
 
-def ring_bytes(channels, bf16, slots):
-    """Shared memory of a block of v5: SLOTS of kernel.cu."""
-    words = 2 if bf16 else 4
-    return slots * 16 * words * (-(-channels // 128) * 8 + 8 // words)
-
-
-def launch_rmsnorm(x, weight, records, word, eps, version=None, slots=SLOTS, blocks=RESIDENT):
+def launch_rmsnorm(x, weight, records, word, eps, version=None):
     """The launch alone: C-ordered arrays, checked and allocated by the caller."""
     channels, bf16 = x.shape[-1], x.dtype == BF16
     rows = x.size // channels
     version = version or best(rows)
     wide = 32 * -(-channels // 512)  # threads with 16 channels each
-    macros, shared = {"CHANNELS": channels, "BF16": int(bf16)}, 0
-    if version == "v5":
-        macros |= {"SLOTS": slots, "BLOCKS": blocks}
-        shared = ring_bytes(channels, bf16, slots)
-        blocks = max(1, min(blocks, 1024 // wide, SHARED // (shared + 2048)))
     count, threads = {
         "v1": (rows, 256),
         "v2": (rows, wide),
         "v3": (min(rows, RESIDENT * processors()), wide),
-        "v4": (min(-(-rows // 4), 4 * processors()), 128),
-        "v5": (min(rows, blocks * processors()), wide),
     }[version]
-    run = kernel("rmsnorm_fp8", f"rmsnorm_fp8_{version}", shared=shared, **macros)
-    arguments = (x, weight, records, word, np.int64(rows), np.float32(eps))
-    launch(run, count, threads, arguments, shared)
+    run = kernel("rmsnorm_fp8", f"rmsnorm_fp8_{version}", CHANNELS=channels, BF16=int(bf16))
+    launch(run, count, threads, (x, weight, records, word, np.int64(rows), np.float32(eps)))

@@ -7,13 +7,8 @@
 //
 // build: CHANNELS=5120 BF16=1
 // build: CHANNELS=5120 BF16=0
-// build: CHANNELS=5120 BF16=1 SLOTS=6 BLOCKS=2
 #define SCALE_E4M3 0
 #define GROUP 32
-#ifndef SLOTS
-#define SLOTS 3
-#define BLOCKS 3
-#endif
 #include "../blockscale.cuh"
 #include "../pieces.cuh"
 
@@ -28,22 +23,17 @@ __device__ inline float warp_sum(float value) {
   return value;
 }
 
-// The sum of what WARPS whole warps have found, in an order that is the same in every launch.
+// The sum over WARPS whole warps, in an order that is the same in every launch.
 template <int WARPS>
-__device__ inline float sum_of_warps(float value, float* scratch) {
+__device__ inline float block_sum(float value, float* scratch) {
+  value = warp_sum(value);
+  __syncthreads();  // scratch may still be read from the row before
   if (threadIdx.x % 32 == 0) scratch[threadIdx.x / 32] = value;
   __syncthreads();
   float sum = 0.f;
 #pragma unroll
   for (int warp = 0; warp < WARPS; ++warp) sum += scratch[warp];
   return sum;
-}
-
-template <int WARPS>
-__device__ inline float block_sum(float value, float* scratch) {
-  value = warp_sum(value);
-  __syncthreads();  // scratch may still be read from the row before
-  return sum_of_warps<WARPS>(value, scratch);
 }
 
 // v1: one block of 256 threads a row, two readings of it: one for the sum of squares, one to normalise
@@ -164,7 +154,12 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 
 // v3: blocks stay and take every gridDim.x-th row. The weight, 4 bytes a channel against 2 of x, is
 // read once a block instead of once a row, and the next row is on its way while this one is summed:
-// v2 waits for its loads with nothing else to do between two barriers.
+// v2 waits for its loads with nothing else to do between two barriers. Measured on an H200, T = 1, 512
+// and 4,096: v2 4.8, 7.5 and 27.9 us, v3 5.0, 7.4 and 20.1; the bytes alone take 15.2 of the last.
+//
+// Tried and slower, T = 4,096: a queue of three rows a block in shared memory, filled by cp.async, so
+// that 93 KB an SM are in flight: 31.3 (four rows 32.0, six and two blocks an SM 32.6; T = 512: 9.1).
+// One warp a row, which holds it in 80 registers a lane and needs no barrier: 21.8.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     rmsnorm_fp8_v3(const Element* x, const float* weight, u8* records, u64* bad, long long rows,
                    float eps) {
@@ -184,150 +179,5 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
     u32 byte = cast_piece(v, w, factor, codes, &fine);
     if (!fine) report_normalised(bad, x, weight, factor, held, row);
     if (piece < PIECES) store_piece(records + row * RECORD, piece, codes, byte);
-  }
-}
-
-#if BF16 && CHANNELS % 256 == 0 && CHANNELS <= 5120
-// v4: one warp a row. 8 channels a lane and 256 a step: all of a row's loads are in flight at once, 80
-// registers of them, where v3 had 32 bytes a thread; no barrier, so that warps drift apart and
-// compute while others wait; the weight lies in shared memory, halves of 16 bytes apart so that no
-// two lanes meet in a bank. The cost of the sum and the root is shared by 160 elements a lane
-// instead of 16.
-constexpr int STEPS = CHANNELS / 256, ROWS_PER_BLOCK = 4;
-
-__device__ inline float squares_of_pair(u32 pair, float sum) {
-  return fmaf(high_bf16(pair), high_bf16(pair), fmaf(low_bf16(pair), low_bf16(pair), sum));
-}
-
-// The pair is taken apart by byte permutations, which the compiler does not recognise as what
-// squares_of_pair did: it would keep those floats from the sum to the cast, 160 registers.
-__device__ inline u32 normalised_pair(u32 pair, float factor, float low, float high) {
-  return bf16x2(normalised(__uint_as_float(prmt(pair, 0x1044)), factor, low),
-                normalised(__uint_as_float(prmt(pair, 0x3244)), factor, high));
-}
-
-__device__ inline u32 e4m3x4_of_pairs(u32 first, u32 second, float factor) {
-  float y[4] = {low_bf16(first), high_bf16(first), low_bf16(second), high_bf16(second)};
-  return e4m3x4(y, factor);
-}
-
-// Eight channels of a lane, four lanes a group; -> false where something is not finite.
-__device__ inline bool cast_eight(uint4 x, float4 low, float4 high, float factor, u8* record,
-                                  int step, int lane) {
-  u32 a = normalised_pair(x.x, factor, low.x, low.y), b = normalised_pair(x.y, factor, low.z, low.w);
-  u32 c = normalised_pair(x.z, factor, high.x, high.y);
-  u32 d = normalised_pair(x.w, factor, high.z, high.w);
-  u32 top = __vmaxu2(__vmaxu2(a & 0x7FFF7FFFu, b & 0x7FFF7FFFu),
-                     __vmaxu2(c & 0x7FFF7FFFu, d & 0x7FFF7FFFu));
-  u32 amax = max(top << 16, top & 0xFFFF0000u);
-  amax = max(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 1));
-  amax = max(amax, __shfl_xor_sync(0xFFFFFFFFu, amax, 2));
-  Scale s = scale_of(fmaxf(__uint_as_float(amax), FLOOR), LARGEST);
-  *reinterpret_cast<uint2*>(record + 256 * step + 8 * lane) =
-      make_uint2(e4m3x4_of_pairs(a, b, s.high), e4m3x4_of_pairs(c, d, s.high));
-  if (lane % 4 == 0) record[CHANNELS + 8 * step + lane / 4] = (u8)s.byte;
-  return !not_finite(amax);
-}
-
-extern "C" __global__ void __launch_bounds__(32 * ROWS_PER_BLOCK, 4)
-    rmsnorm_fp8_v4(const Element* x, const float* weight, u8* records, u64* bad, long long rows,
-                   float eps) {
-  __shared__ float4 low[32 * STEPS], high[32 * STEPS];
-  const float4* weights = reinterpret_cast<const float4*>(weight);
-  for (int i = threadIdx.x; i < 32 * STEPS; i += 32 * ROWS_PER_BLOCK)
-    low[i] = weights[2 * i], high[i] = weights[2 * i + 1];
-  __syncthreads();
-  int lane = threadIdx.x % 32;
-  long long first_row = blockIdx.x * (long long)ROWS_PER_BLOCK;
-  for (; first_row < rows; first_row += gridDim.x * (long long)ROWS_PER_BLOCK) {
-    // trap: a loop that warps leave one by one would make every shuffle a meeting point, which costs
-    // registers; so warps behind the end write the last row once more, with the same bytes
-    long long row = min(first_row + threadIdx.x / 32, rows - 1);
-    const uint4* from = reinterpret_cast<const uint4*>(x + row * CHANNELS) + lane;
-    uint4 held[STEPS];
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) held[k] = from[32 * k];
-    float first = 0.f, second = 0.f;
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
-      first = squares_of_pair(held[k].x, squares_of_pair(held[k].y, first));
-      second = squares_of_pair(held[k].z, squares_of_pair(held[k].w, second));
-    }
-    float factor = root(warp_sum(first + second), eps);
-    bool fine = true;
-#pragma unroll
-    for (int k = 0; k < STEPS; ++k) {
-      fine &= cast_eight(held[k], low[32 * k + lane], high[32 * k + lane], factor,
-                         records + row * RECORD, k, lane);
-      asm volatile("" ::: "memory");  // one step after the other: all at once would not fit
-    }
-    if (!__all_sync(0xFFFFFFFFu, fine))
-      for (int piece = lane; piece < PIECES; piece += 32)
-        report_normalised(bad, x, weight, factor, piece, row);
-  }
-}
-#endif
-
-// v5: v3 with a deeper queue. There one row a block is on its way, and only from the end of the sum of
-// the row before: 30 KB an SM, where 4.8 TB/s and an answer after a microsecond ask for 24 KB of x at
-// every moment. Here asynchronous copies bring SLOTS rows into shared memory, 90 KB and more an SM. A
-// warp copies 512 neighbouring bytes and reads 32 a lane, so threads read what others have copied; a
-// row costs one barrier all the same: each thread waits for its copies of the next row before the
-// barrier of this row's sum, and behind it every thread has done with this row's slot, which is
-// filled again. Addresses are counted up: 228 instructions a thread and row instead of 263.
-// Measured before it, T = 4,096: v2 27.9 us, v3 20.1, v4 21.8; the bytes alone take 15.2.
-//
-// Word w of a row lies at w / WORDS + w % WORDS * LANE: neither the copies of eight neighbours nor the
-// reads of eight threads meet in a bank. Same order of the sum as v2 and v3, hence the same bits.
-constexpr int WORDS = sizeof(Element), ROW_WORDS = PIECES * WORDS, THREADS = 32 * WARPS;
-static_assert(SLOTS >= 2);
-constexpr int LANE = (PIECES + 7) / 8 * 8 + 8 / WORDS, SLOT = LANE * WORDS;
-
-__device__ inline void fetch_row(uint4* slot, const uint4* from) {
-#pragma unroll
-  for (int i = 0; i < WORDS; ++i)
-    if (PIECES % 32 == 0 || threadIdx.x + i * THREADS < ROW_WORDS)
-      copy_16(slot + i * THREADS / WORDS, from + i * THREADS);
-}
-
-extern "C" __global__ void __launch_bounds__(THREADS, WARPS * BLOCKS <= 32 ? BLOCKS : 1)
-    rmsnorm_fp8_v5(const Element* x, const float* weight, u8* records, u64* bad, long long rows,
-                   float eps) {
-  extern __shared__ uint4 ring[];  // SLOTS rows
-  __shared__ float scratch[2][32];
-  const int piece = threadIdx.x, held = min(piece, PIECES - 2 + piece % 2);
-  const bool mine = PIECES % 32 == 0 || piece < PIECES;
-  const long long stride = gridDim.x * (long long)ROW_WORDS;
-  const uint4* from = reinterpret_cast<const uint4*>(x) + blockIdx.x * (long long)ROW_WORDS + piece;
-  const int own = piece / WORDS + piece % WORDS * LANE;
-  for (int k = 0; k < SLOTS; ++k, from += stride) {
-    if (blockIdx.x + k * (long long)gridDim.x < rows) fetch_row(ring + k * SLOT + own, from);
-    end_group();
-  }
-  float w[16];
-  load_weight(weight, held, w);
-  wait_all_but<SLOTS - 1>();
-  __syncthreads();
-  uint4* slot = ring;
-  float* sums = scratch[0];
-  u8* record = records + blockIdx.x * (long long)RECORD;
-  for (long long row = blockIdx.x; row < rows; row += gridDim.x) {
-    Raw raw;
-    for (int i = 0; i < WORDS; ++i) raw.words[i] = slot[held + i * LANE];
-    float v[16];
-    unpack_raw(raw, v);
-    float sum = warp_sum(mine ? squares(v) : 0.f);
-    wait_all_but<SLOTS - 2>();  // the next row has come, see sum_of_warps' barrier
-    float factor = root(sum_of_warps<WARPS>(sum, sums), eps);
-    if (row + SLOTS * (long long)gridDim.x < rows) fetch_row(slot + own, from);
-    end_group();
-    u32 codes[4];
-    bool fine;
-    u32 byte = cast_piece(v, w, factor, codes, &fine);
-    if (!fine) report_normalised(bad, x, weight, factor, held, row);
-    if (mine) store_piece(record, piece, codes, byte);
-    slot = slot == ring + (SLOTS - 1) * SLOT ? ring : slot + SLOT;
-    sums = scratch[sums == scratch[0]];
-    from += stride, record += gridDim.x * (long long)RECORD;
   }
 }

@@ -91,12 +91,21 @@ def normaliser(bf16):
 @functools.cache
 def norm_kernel(channels, bf16):
     """The kernel (x, weight and records as flat bytes, bad, rows, eps): a thread 16 channels."""
-    (words, load, _), load_weight = piece_functions(bf16), piece_functions(False)[1]
-    pieces, share = np.uint64(channels // PIECE), np.float32(1 / channels)
-    block_sum, squares = sum_function(threads_of(channels) // 32), squares_function(bf16)
-    normalise, write = normaliser(bf16), piece_writer(ACTIVATION_FP8, channels, True)
+    words, load, _ = piece_functions(bf16)
+    functions = (
+        load,
+        piece_functions(False)[1],
+        sum_function(threads_of(channels) // 32),
+        squares_function(bf16),
+        normaliser(bf16),
+        piece_writer(ACTIVATION_FP8, channels, True),
+    )
+    return norm_of(words, np.uint64(channels // PIECE), np.float32(1 / channels), *functions)
 
-    @cuda.jit
+
+def norm_of(words, pieces, share, load, load_weight, block_sum, squares, normalise, write):
+    """norm_kernel for a row of `pieces`, each of so many words; share is 1 / channels."""
+
     def norm(x, weight, records, bad, rows, eps):
         piece, row = np.uint64(cuda.threadIdx.x), np.uint64(cuda.blockIdx.x)
         mine, turn = piece < pieces, np.uint32(0)
@@ -117,7 +126,7 @@ def norm_kernel(channels, bf16):
             write(y, row, piece, mine, records, bad)
             row, turn = after, np.uint32(np.uint32(1) - turn)
 
-    return norm
+    return cuda.jit(norm)
 
 
 def threads_of(channels):
