@@ -347,6 +347,27 @@ def test_the_readme_shows_the_results_and_nothing_else():
     assert readme.render(text, readme.load()) == text, "run python -m dsv41_kernels.readme"
 
 
+def test_the_readme_says_what_was_missed_and_by_how_much():
+    def record(shape, version, median, target):
+        return {
+            "op": "some",
+            "shape": shape,
+            "version": version,
+            "cold_us": {"median": median},
+            "target_us": target,
+        }
+
+    met = [record("n=1", "v1", 9.0, 5), record("n=1", "v2", 4.0, 5), record("n=2", "v2", 1.0, None)]
+    assert list(readme.missed(met)) == ["1 of 1 times to beat are met.", ""]
+    late = [record("n=3", "v1", 8.0, 5), record("n=3", "numba", 4.0, 5), record("n=4", "v1", 20, 5)]
+    first, _, *lines = readme.missed(met + late)
+    assert first == "1 of 3 times to beat are met."
+    assert lines[-3:-1] == [
+        "| `some` | n=4 | 20.0 | 5.0 | 4.00 |",
+        "| `some` | n=3 | 8.0 | 5.0 | 1.60 |",
+    ]
+
+
 def test_a_row_of_the_readme_names_the_fastest_version(tmp_path):
     faster = RECORD | {"version": "v2", "cold_us": {"median": 2.0, "p10": 1.5, "p90": 1234.5}}
     peer = RECORD | {"version": "torch", "cold_us": {"median": 0.5, "p10": 0.5, "p90": 0.5}}
