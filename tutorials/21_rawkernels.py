@@ -606,7 +606,8 @@ flops_per_token, rate = 2 * 24 * n * d, 67e12  # float32, data sheet
 assert flops_per_token / rate < 2 * counted["v3"] / 4.8e12, "arithmetic hides behind memory"
 print()
 found = report("hc_boundary")
-assert all(r["error"] < 1e-6 for r in found), "what was timed had its coefficients to 1e-6"
+ours = [r for r in found if r["version"] in ("v1", "v2", "v3", "v4")]
+assert all(r["error"] < 1e-6 for r in ours), "what was timed had its coefficients to 1e-6"
 
 # %% [markdown]
 # ## The module gives the same numbers
