@@ -451,6 +451,7 @@ for r in (r for op in found.values() for r in op):
     by_memory = r["bytes"] / r["copy_gbps"] / 1e3
     assert r["floor_us"] >= by_memory - 1e-3, "no floor below what memory needs"
     assert abs(r["share"] - r["floor_us"] / cold["median"]) < 1e-3, "the share is floor / cold"
+    assert 0.9 < r["copy_gbps"] * 1e9 / COPY < 1.05, "every run saw this page's copy again"
 
 # %%
 best = {}
