@@ -196,14 +196,35 @@ def test_a_case_is_checked_before_it_is_timed(monkeypatch):
     assert order == ["call"]
 
 
-def test_only_the_cases_that_say_so_are_run(monkeypatch):
-    shapes = [("v1", "T=512, D=64"), ("v4", "T=512, D=64"), ("v4", "T=5, D=64")]
-    made = [bench.Case("op", v, s, lambda: None, lambda: 0.0, 1) for v, s in shapes]
+def without_a_gpu(monkeypatch, cases):
+    """Let `bench` run these cases here."""
     fake = SimpleNamespace(Timer=lambda seconds: FakeTimer())
     monkeypatch.setitem(sys.modules, "dsv41_kernels.timing", fake)
     monkeypatch.setattr(bench, "machine", lambda timer: {"device": "GPU", "copy_gbps": 1.0})
-    monkeypatch.setattr(bench, "cases", lambda op, quick: made)
+    monkeypatch.setattr(bench, "cases", cases)
     monkeypatch.setattr(bench, "deferred_errors", nullcontext)
+
+
+def test_what_an_interrupted_bench_has_measured_is_in_its_file(monkeypatch, tmp_path, capsys):
+    def cases(op, quick):
+        if op == "sinkhorn":
+            raise KeyboardInterrupt
+        return [bench.Case(op, "v1", "n=1", lambda: None, lambda: 0.0, 1)]
+
+    without_a_gpu(monkeypatch, cases)
+    file = tmp_path / "new" / "some.json"
+    with pytest.raises(KeyboardInterrupt):
+        bench.main(["fp4_pack", "sinkhorn", "--json", str(file)])
+    (record,) = json.loads(file.read_text())
+    assert record["op"] == "fp4_pack"
+    assert record["command"] == f"python -m dsv41_kernels.bench fp4_pack sinkhorn --json {file}"
+    assert [path.name for path in file.parent.iterdir()] == ["some.json"]
+
+
+def test_only_the_cases_that_say_so_are_run(monkeypatch):
+    shapes = [("v1", "T=512, D=64"), ("v4", "T=512, D=64"), ("v4", "T=5, D=64")]
+    made = [bench.Case("op", v, s, lambda: None, lambda: 0.0, 1) for v, s in shapes]
+    without_a_gpu(monkeypatch, lambda op, quick: made)
 
     def run(*only):
         records, failed = bench.bench(["op"], out=lambda line: None, only=only)
@@ -324,6 +345,27 @@ RECORD = {
 def test_the_readme_shows_the_results_and_nothing_else():
     text = readme.README.read_text(encoding="utf-8")
     assert readme.render(text, readme.load()) == text, "run python -m dsv41_kernels.readme"
+
+
+def test_the_readme_says_what_was_missed_and_by_how_much():
+    def record(shape, version, median, target):
+        return {
+            "op": "some",
+            "shape": shape,
+            "version": version,
+            "cold_us": {"median": median},
+            "target_us": target,
+        }
+
+    met = [record("n=1", "v1", 9.0, 5), record("n=1", "v2", 4.0, 5), record("n=2", "v2", 1.0, None)]
+    assert list(readme.missed(met)) == ["1 of 1 times to beat are met.", ""]
+    late = [record("n=3", "v1", 8.0, 5), record("n=3", "numba", 4.0, 5), record("n=4", "v1", 20, 5)]
+    first, _, *lines = readme.missed(met + late)
+    assert first == "1 of 3 times to beat are met."
+    assert lines[-3:-1] == [
+        "| `some` | n=4 | 20.0 | 5.0 | 4.00 |",
+        "| `some` | n=3 | 8.0 | 5.0 | 1.60 |",
+    ]
 
 
 def test_a_row_of_the_readme_names_the_fastest_version(tmp_path):

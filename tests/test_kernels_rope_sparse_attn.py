@@ -73,7 +73,10 @@ def test_v3_spreads_heads_while_tokens_are_few(fake_cuda, monkeypatch, tokens, b
 @pytest.mark.parametrize(
     "tokens, width, launched",
     [
-        (1, 512, ("relay", (4,), (512,))),
+        (1, 512, ("cluster", (8,), (512,))),
+        (14, 640, ("cluster", (112,), (512,))),
+        (15, 640, ("relay", (60,), (512,))),
+        (14, 641, ("relay", (56,), (512,))),
         (33, 512, ("relay", (132,), (512,))),
         (34, 512, ("relay", (68,), (384,))),
         (67, 641, ("relay", (67,), (384,))),

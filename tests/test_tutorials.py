@@ -236,12 +236,14 @@ def test_a_page_shows_the_latest_measurement_or_that_there_is_none(tmp_path, cap
     result |= {"share": 0.5, "floor_us": 100.0}
     for name, date, median in (("b", "2026-01-01", 300.0), ("a", "2026-02-01", 200.0)):
         found = [result | {"date": date, "cold_us": {"median": median}}, result | {"op": "other"}]
+        found += [found[0] | {"version": "v1", "cold_us": {"median": 1000.0}, "share": 0.1}]
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    assert [r["date"] for r in records("fp4_pack", tmp_path)] == ["2026-02-01"]
+    assert [r["date"] for r in records("fp4_pack", tmp_path)] == ["2026-02-01"] * 2
     report("fp4_pack", tmp_path)
     assert capsys.readouterr().out == (
-        "measured on GPU, 2026-02-01: fp4_pack v3, 1M rows:"
-        " 200.0 µs, 50% of the floor of 100.0 µs\n"
+        "measured on GPU, 2026-02-01: fp4_pack, µs with a cold L2, and share of the floor\n"
+        "  1M rows, floor 100.0 µs\n"
+        "      v3 200.0 50%   v1 1,000.0 10%\n"
     )
 
 

@@ -4,9 +4,9 @@
 # **The architecture is all there. Does it learn, and which part earns its keep?**
 #
 # `data/mini` is V4.1's plan in twelve layers, trained from nothing on 15 million tokens of manuals
-# and novels: 3,000 steps, and 300 more for the drafter, on one H200. This chapter builds what such
-# a run needs, takes real steps with a much smaller model, reads the run's log, and then takes the
-# trained model apart: bits per byte and recall with and without a part.
+# and novels: 3,400 steps, and 1,800 more for the drafter, on one H200. This chapter builds what
+# such a run needs, takes real steps with a much smaller model, reads the run's log, and then takes
+# the trained model apart: bits per byte and recall with and without a part.
 #
 # You need chapters 07 and 17 in outline. 30 minutes. Three exercises at the end.
 #
@@ -349,20 +349,30 @@ close("and the sixth loss", record["loss"] / math.log(2), losses[5], within=1e-9
 # [log.jsonl](../data/runs/mini/log.jsonl) has a line a step, as it was written on the H200. Every
 # 200 steps the run was asked for bits per byte of all held-out text, and for recall: facts
 # `[set happy turtle = wisdom]` among real text, asked for again so many tokens later. A blind guess
-# is right once in 64 times, and naming any value that was shown once in 16.
+# is right once in 64 times, and naming any value that was shown once in 16. Two shorter runs
+# followed: [second.json](../data/runs/mini/second.json) goes on for 400 steps and trains the
+# drafter for 1,500 more, [third.json](../data/runs/mini/third.json) moves the routers' biases.
 
 # %%
 folder = ROOT / "data/runs/mini"
-log = [json.loads(line) for line in (folder / "log.jsonl").read_text("utf-8").splitlines()]
-setup = json.loads((folder / "run.json").read_text("utf-8"))["run"]
-main, drafter = log[: setup["steps"]], log[setup["steps"] :]
+log, second, third = (
+    [json.loads(line) for line in (folder / f"{name}.jsonl").read_text("utf-8").splitlines()]
+    for name in ("log", "second", "third")
+)
+setup, went_on = (
+    json.loads((folder / f"{name}.json").read_text("utf-8"))["run"] for name in ("run", "second")
+)
+main, drafter = log[: setup["steps"]], second[went_on["steps"] :]
 tested = [r for r in main if "heldout" in r]
 steps = [r["step"] + 1 for r in tested]
 bits = [r["heldout"] for r in tested]
 print("train split:", re.search(r"\| train \|.*?\| ([\d,]+) \| \w+ \|", told)[1], "tokens")
-minutes = sum(r["seconds"] for r in log) / 60
-print(f"read: {sum(r['tokens'] for r in log):,}, in {minutes:.1f} minutes")
-print(f"{len(main):,} steps, then {len(drafter)} of the drafter")
+for name, run_log in (("run", log), ("second", second), ("third", third)):
+    minutes = sum(r["seconds"] for r in run_log) / 60
+    print(f"{name:6} {sum(r['tokens'] for r in run_log):11,} tokens in {minutes:4.1f} minutes")
+print(
+    f"of these, steps of the model: {len(main):,}; of the drafter, in the second: {len(drafter):,}"
+)
 print("steps   bits per byte   recall at", *tested[0]["recall"])
 for r in (r for r in tested if r["step"] + 1 in (200, 600, 1000, 1400, 1800, 2000, 2400, 3000)):
     right = "  ".join(f"{share:4.0%}" for share in r["recall"].values())
@@ -425,6 +435,8 @@ assert abs(change) < 2 * noise, "no cost in the loss that could be told from cha
 assert index[after].mean() > 1.1 * index[before].mean(), "4-bit index keys: harder to imitate"
 assert most[:100].mean() > 2 * most[-100:].mean(), "biases level the load"
 assert most[-100:].mean() > 1.5, "but not to even: 16 experts, batches of one step"
+moved = [abs(r["heldout"] - second[went_on["steps"] - 1]["heldout"]) for r in third[-1:]]
+print(f"the third run's biases move held-out text by {moved[0]:.4f} bits per byte")
 
 # %% [markdown]
 # ## What is each part worth?
@@ -625,16 +637,17 @@ close("worth.replay: the same", worth.replay(mini, prefixes), (near, forgotten, 
 # %% [markdown]
 # ## DSpark: honest, and small
 #
-# The drafter had 300 steps. Its log says how far its distribution $p$ is from the model's $p^*$ in
-# total variation, $\sum |p - p^*|$. Where tokens are drawn, a draft is accepted with probability
-# $1 - \sum |p - p^*| / 2$. And then the real thing: four greedy continuations of 32 tokens.
+# The drafter had 300 steps in the first run and 1,500 in the second. The log says how far its
+# distribution $p$ is from the model's $p^*$ in total variation, $\sum |p - p^*|$. Where tokens are
+# drawn, a draft is accepted with probability $1 - \sum |p - p^*| / 2$. And then the real thing:
+# four greedy continuations of 32 tokens.
 
 # %%
 from dsv41.engine import Engine
 from dsv41.sampling import Sampling
 
 tv = np.array([r["tv"] for r in drafter])
-print("chance of a draft by the log, averaged over slots: "
+print("chance of a draft by the second log, averaged over slots: "
       f"{1 - tv[:50].mean() / 2:.2f} first, {1 - tv[-50:].mean() / 2:.2f} last")  # fmt: skip
 ids_of_novel = np.array([config.bos_token_id, *mini.tokenizer.encode(heldout_texts[6])[:95]])
 requests = {}

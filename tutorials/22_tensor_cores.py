@@ -291,7 +291,7 @@ assert 0.1 < lost < 0.25 and error > 0.05, "every 0.5 is gone, and no NaN tells"
 # output has it too, and there it is undone.
 #
 # For each chunk of 64 records: products, then weights $p = 2^{s - m}$ with the running maximum $m$,
-# products again. (Products of one chain over all channels, as v4 and v5 make them; v3 adds two
+# products again. (Products of one chain over all channels, as v4 to v6 make them; v3 adds two
 # halves.) When the maximum grows by $\delta$, everything summed so far shrinks by
 # $2^{-\delta}$. The released code rounds $p$ to bf16 before it meets the values, and not in the
 # denominator.
@@ -429,7 +429,11 @@ assert len(kinds) == 4, "four ways to split, four different results"
 #    computes $p$ of its own chunks as if it had come in turn.
 # 3. All meet. Block $r$ adds the values of 64 channels, over all ten chunks, in order.
 #
-# In whatever order blocks run between two meetings, the bits are those of the plain kernel.
+# In whatever order blocks run between two meetings, the bits are those of one block that does it
+# all. So the wrapper may choose by what is fast: clusters while all of them run at once, which are
+# few tokens; then [relay.cuh](../kernels/dsv41_kernels/rope_sparse_attn/relay.cuh), where four or
+# two blocks share a token, or one has it alone. Those score all chunks, each for itself, and share
+# out the channels of the values: nothing that is a sum there either.
 
 
 # %%
@@ -472,6 +476,10 @@ for seed in (1, 2, 3):
 # The release rounds three times: the dot, its ReLU times the weight, and the sum over heads.
 # The third is a product as well: $D$ has the layout of $A$, so what was computed goes in
 # again, times a matrix of ones.
+#
+# (This is [score_mma.cuh](../kernels/dsv41_kernels/score_mma.cuh). The versions that run today
+# place the codes in E4M3 instead, whose products take half the time;
+# [score_fp8.cuh](../kernels/dsv41_kernels/score_fp8.cuh) says what keeps them exact.)
 
 
 # %%
@@ -551,6 +559,11 @@ assert len(set(exact4.tolist())) > 0.99 * len(exact4), "without rounding hardly 
 # reached: that byte belongs to the 512th. Go on with the next byte, among the keys that share it.
 # At the end the threshold is known, and how many of those equal to it still fit. *The first from
 # the left* do.
+#
+# This is [topk.cuh](../kernels/dsv41_kernels/topk.cuh). The version that runs today,
+# [topk_ordered.cuh](../kernels/dsv41_kernels/topk_ordered.cuh), makes the same choice with less to
+# count: it finds a bound that 512 of the keys surely or almost surely reach, keeps what lies above
+# it, in order, and looks for the 512th among those few. Some 700 of 16,384 are left.
 
 
 # %%
@@ -651,10 +664,13 @@ from dsv41_kernels import nvrtc
 from dsv41_kernels.launch import builds
 
 if nvrtc.available():
-    for op, build in (("rope_sparse_attn", 2), ("index_scores", 2), ("index_topk", 0)):
-        for k in nvrtc.usage(op, *builds(op)[build]):
-            if k.name not in ("tiles", "scores_v1", "scores_v2", "topk_v1"):
-                continue  # not on this page
+    scorer, page = {"HEADS": "32", "BF16": "1"}, ("tiles", "scores_v1", "scores_v2", "topk_v1")
+    wanted = {"rope_sparse_attn": {"HEADS": "16"}, "index_scores": scorer, "index_topk": {}}
+    for op, sizes in wanted.items():
+        arch, macros = next(b for b in builds(op) if sizes.items() <= b[1].items())
+        for k in nvrtc.usage(op, arch, macros):
+            if k.name not in page:
+                continue
             print(f"versions: NVRTC {installed('nvidia-cuda-nvrtc')}: {k.name:10}", end="")
             print(f"{k.registers:4} registers, {k.spills} bytes spilled")
             assert k.registers <= 255, f"{k.name}: within what a thread can have"

@@ -20,6 +20,7 @@ from collections.abc import Callable
 from contextlib import nullcontext
 from dataclasses import asdict, dataclass
 from datetime import UTC, datetime
+from functools import partial
 from pathlib import Path
 
 from dsv41.dispatch import use
@@ -138,9 +139,11 @@ def machine(timer):
     }
 
 
-def bench(names, quick=False, out=print, only=()):
-    """Run the cases of these operations -> records, and how many cases failed. only: texts that the
-    version and shape of a case must contain.
+def bench(names, quick=False, out=print, only=(), keep=lambda records: None):
+    """Run the cases of these operations -> records, and how many cases failed.
+
+    only: texts that the version and shape of a case must contain. keep: called with all records so
+    far behind every operation, so that a bench that is interrupted loses one at most.
     """
     from .timing import Timer
 
@@ -156,7 +159,18 @@ def bench(names, quick=False, out=print, only=()):
             traceback.print_exc()
             out(f"{op:<18}cannot be measured: {error}")
             failed += 1
+        if records:
+            keep(records)
     return records, failed
+
+
+def write(path, command, records):
+    """The records as a JSON file, replaced at once; command: its words."""
+    path.parent.mkdir(parents=True, exist_ok=True)
+    told = [record | {"command": shlex.join(command)} for record in records]
+    part = path.with_name(path.name + ".part")
+    part.write_text(json.dumps(told, indent=1) + "\n", encoding="utf-8")
+    part.replace(path)
 
 
 def _try(case, timer, about, records, out):
@@ -177,24 +191,20 @@ def main(argv=None):
     only = 'only cases that say TEXT, such as "v4," or "T=512,"; more than one: all of them'
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help=only)
     parser.add_argument("--quick", action="store_true", help="small shapes, few repeats")
-    arguments = parser.parse_args(argv)
+    arguments, words = parser.parse_args(argv), sys.argv[1:] if argv is None else argv
+    keep = partial(write, arguments.json, ["python", "-m", "dsv41_kernels.bench", *words])
     try:
         unknown = set(arguments.ops) - set(operations())
         if unknown:
             raise ValueError(f"no such operation: {', '.join(sorted(unknown))}")
         names = arguments.ops or operations()
-        records, failed = bench(names, arguments.quick, only=arguments.only)
+        more = {"keep": keep} if arguments.json else {}
+        records, failed = bench(names, arguments.quick, only=arguments.only, **more)
         if not records and not failed:
             raise ValueError(f"no case says {' and '.join(arguments.only)}")
     except (ImportError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2
-    if arguments.json:
-        words = ["python", "-m", "dsv41_kernels.bench", *(sys.argv[1:] if argv is None else argv)]
-        for record in records:
-            record["command"] = shlex.join(words)
-        arguments.json.parent.mkdir(parents=True, exist_ok=True)
-        arguments.json.write_text(json.dumps(records, indent=1) + "\n", encoding="utf-8")
     return 1 if failed else 0
 
 

@@ -46,7 +46,7 @@ def section(records):
         copies = _span([f"{c:,.0f}" for c in sorted({r["copy_gbps"] for r in mine})])
         lines += [f"### {device}, {dates}", ""]
         lines += [f"Copies run at {copies} GB/s; a floor uses the rate of its own run.", ""]
-        lines += [*table(mine, names), ""]
+        lines += [*table(mine, names), "", *missed(mine)]
     measured = {r["op"] for r in records}
     waiting = [name for name in names if kernels_of(name) and name not in measured]
     if waiting:
@@ -68,6 +68,23 @@ def table(records, names):
     yield "| --- " * (HEADING.count("|") - 1) + "|"
     for (op, shape), group in sorted(rows.items(), key=lambda item: item[0][0]):
         yield row(op, shape, group, names)
+
+
+def missed(records):
+    """Markdown lines: the shapes whose fastest version takes longer than the time to beat."""
+    found = {}
+    for r in records:
+        if r["target_us"] and r["version"] not in PEERS:
+            place = r["op"], r["shape"], r["target_us"]
+            found[place] = min(found.get(place, r["cold_us"]["median"]), r["cold_us"]["median"])
+    late = {place: time for place, time in found.items() if time > place[2]}
+    yield f"{len(found) - len(late)} of {len(found)} times to beat are met."
+    if late:
+        yield from ("Missed:", "", "| op | shape | measured µs | to beat | times |")
+        yield "| --- | --- | --- | --- | --- |"
+        for (op, shape, target), time in sorted(late.items(), key=lambda e: -e[1] / e[0][2]):
+            yield _join(f"`{op}`", shape, _us(time), _us(target), f"{time / target:.2f}")
+    yield ""
 
 
 def row(op, shape, group, names):

@@ -67,10 +67,3 @@ __device__ uint4 fresh(const uint4* from) {
                : "memory");
   return x;
 }
-
-// Memory set out for L2 in the background, a line of 128 bytes at a time. (A bulk prefetch takes one
-// instruction per record, but all lanes of a warp take turns at it.)
-__device__ void set_out(const void* from, int bytes) {
-  for (int i = 0; i < bytes; i += 128)
-    asm volatile("prefetch.global.L2 [%0];" ::"l"(static_cast<const char*>(from) + i) : "memory");
-}

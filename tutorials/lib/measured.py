@@ -2,7 +2,7 @@
 
     records(op)   the results of kernels/results/*.json for it, as the table of kernels/README.md
                   takes them: of the same version and shape the latest
-    report(op)    one line a version and shape, or one line that nothing was measured yet
+    report(op)    prints them shape by shape, or that nothing was measured yet
 
 A chapter that shows a time asks here, so a page never holds a time that no file holds. Times are
 medians of the GPU that the line names; a new result file changes a page when it is built again.
@@ -27,12 +27,18 @@ def records(op, folder=RESULTS):
 
 
 def report(op, folder=RESULTS):
-    """Print what was measured of `op`; -> the records."""
+    """Print what was measured of `op`, shape by shape, fastest first; -> the records."""
     found = records(op, folder)
+    groups = {}
     for r in found:
-        cold = r["cold_us"]["median"]
-        print(f"measured on {r['device']}, {r['date']}: {op} {r['version']}, {r['shape']}:", end="")
-        print(f" {cold:,.1f} µs, {r['share']:.0%} of the floor of {r['floor_us']:,.1f} µs")
+        groups.setdefault((r["device"], r["date"]), {}).setdefault(r["shape"], []).append(r)
+    for (device, date), shapes in sorted(groups.items()):
+        print(f"measured on {device}, {date}: {op}, µs with a cold L2, and share of the floor")
+        for shape, rows in shapes.items():
+            rows = sorted(rows, key=lambda r: r["cold_us"]["median"])
+            print(f"  {shape}, floor {rows[0]['floor_us']:,.1f} µs")
+            told = (f"{r['version']} {r['cold_us']['median']:,.1f} {r['share']:.0%}" for r in rows)
+            print("      " + "   ".join(told))
     if not found:
         print(f"nothing was measured yet: kernels/results has no record of {op}")
         print(f"on a GPU: python -m dsv41_kernels.bench {op} --json kernels/results/NAME.json")

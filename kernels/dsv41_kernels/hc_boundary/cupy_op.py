@@ -20,11 +20,6 @@ TILE, RING, STAGES = 16, 5, 2  # of one_pass.cuh
 UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory, split into bf16
 UNIT_NUMBERS = 4 * 3 * 2 * 32 * 16  # and as float32
 VERSIONS = ("v1", "v2", "v3", "v4")
-TRIALS = {  # of v4's large launches, until they are measured
-    "v4 256B": {"LINE": 256},
-    "v4 staged": {"STAGED": 1},
-    "v4 staged 256B": {"STAGED": 1, "LINE": 256},
-}
 NAMES = ("streams", "y", "pre", "post", "comb", "fn", "base", "scale", "norm")
 
 
@@ -46,8 +41,6 @@ def prepare(old, new, config, numerics, fp8=False, version=None):
     tokens, s, width = old[0].shape
     best = fastest(old[0], numerics)
     version = version or best
-    trial = TRIALS.get(version, {})
-    version = "v4" if trial else version
     if version not in VERSIONS:
         raise ValueError(f"version: expected one of {', '.join(VERSIONS)}, got {version!r}")
     if version == "v4" and best != "v4":
@@ -58,7 +51,7 @@ def prepare(old, new, config, numerics, fp8=False, version=None):
     x = cupy.empty((tokens, record), cupy.uint8) if fp8 else cupy.empty((tokens, width), kind)
     mixing = tuple(cupy.empty_like(part) for part in old[2:])
     out = cupy.empty_like(old[0]), x, *mixing
-    macros = {"S": s, "ROUND": int(numerics.bf16), "BF16_STORED": int(kind == np.uint16), **trial}
+    macros = {"S": s, "ROUND": int(numerics.bf16), "BF16_STORED": int(kind == np.uint16)}
     plan = _VERSIONS[version]
     return out, plan(old, new, out, config, macros, int(fp8)) if tokens else []
 

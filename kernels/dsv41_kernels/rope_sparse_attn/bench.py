@@ -120,11 +120,7 @@ def cases(quick=False):
         arguments = inputs(tokens, 65_536, prefill)
         text = definitions.rope_sparse_attn.definition
         functions = {"v5": cluster} if tokens <= MOST_SPREAD else {}
-        functions |= {"v6": relay, "v6 unasked": lambda *a: relay(*a, UNASKED=1)}
-        if tokens <= MOST_SPREAD:
-            functions |= {"v6 SPLIT=1": lambda *a: relay(*a, split=1)}
-            functions |= {"v6 SPLIT=2": lambda *a: relay(*a, split=2)}
-        functions |= {"v4": pipeline, "v3": tiles, "v1": plain, "cupy text": text}
+        functions |= {"v6": relay, "v4": pipeline, "v3": tiles, "v1": plain, "cupy text": text}
         for version, function in functions.items():
             if not (prefill and version == "v1"):
                 yield case(version, tokens, prefill, arguments, function)

@@ -28,16 +28,17 @@
 //
 // v5 `cluster`: v4's sums, spread over eight blocks for calls of few tokens, see cluster.cuh.
 //
-// v6 `relay`: v4's sums, two warpgroups that score in turn, see relay.cuh. Calls of few tokens take
-// two or four blocks of it per token (SPLIT).
+// v6 `relay`: v4's sums, two warpgroups that score in turn, see relay.cuh. It takes two or four
+// blocks per token where that many fit (SPLIT), and v5 is left to calls of very few tokens.
 //
-// Measured on an H200 before v6, cold, in microseconds, tokens of 128 + 512 records:
+// Measured on an H200, cold, in microseconds, tokens of 128 + 512 records:
 //
 //            1 token     32    128    512    8192
 //   v1           456  1,447  5,126 19,803
 //   v3            47     48     75    282   4,318
-//   v4            54     61     58    219   3,156
-//   v5 (*)        28     74                         (*) of two warpgroups a block
+//   v4 (*)        54     61     58    219   3,156   (*) while it waited for every number of a list
+//   v5            24     63
+//   v6            28     30     42    161   2,313
 
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 SPLIT=2

@@ -37,12 +37,11 @@ __device__ unsigned word(uint4 x, int i) {
 }
 
 // All rows that a token reads, and a bit for each place that has one, by `threads` threads (whole
-// warps) of which this is number `i`; each is shown to `see` besides. Lists come AT_ONCE numbers at
-// a time, since waiting for each would take longer than all else here. True if this thread saw one
-// past the end.
-template <int AT_ONCE, typename See>
+// warps) of which this is number `i`. Lists come AT_ONCE numbers at a time, since waiting for each
+// would take longer than all else here. True if this thread saw one past the end.
+template <int AT_ONCE>
 __device__ bool read_rows(long long* rows, uint2* valid, const Lists& lists, long long token,
-                          int chunks, int i, int threads, See see) {
+                          int chunks, int i, int threads) {
   bool past_the_end = false;
   for (; i < chunks * CHUNK; i += AT_ONCE * threads) {
     long long listed[AT_ONCE];
@@ -54,7 +53,6 @@ __device__ bool read_rows(long long* rows, uint2* valid, const Lists& lists, lon
       if (place >= chunks * CHUNK) break;
       const long long row = lists.checked(listed[n], token, place, past_the_end);
       rows[place] = row;
-      see(row, place);
       const unsigned bits = __ballot_sync(~0u, row >= 0);
       if (threadIdx.x % 32 == 0) reinterpret_cast<unsigned*>(valid)[place / 32] = bits;
     }
@@ -64,8 +62,8 @@ __device__ bool read_rows(long long* rows, uint2* valid, const Lists& lists, lon
 
 __device__ bool read_lists(long long* rows, uint2* valid, const Lists& lists, long long token,
                            int chunks, int threads) {
-  return __syncthreads_or(read_rows<2>(rows, valid, lists, token, chunks, threadIdx.x, threads,
-                                       [](long long, int) {}));
+  return __syncthreads_or(
+      read_rows<2>(rows, valid, lists, token, chunks, threadIdx.x, threads));
 }
 
 // The maker. Two threads share a record: of every 32 bytes one takes the first half, one the
