@@ -314,6 +314,18 @@ def test_a_wrapper_launches_once_over_all_pieces(fake_cuda, fmt, channels):
     assert len(fake_cuda) == 4
 
 
+@pytest.mark.parametrize(("rows", "version", "blocks"), [(396, "v2", 396), (397, "v3", 396)])
+def test_rmsnorm_with_cast_takes_several_rows_a_block_where_there_are_many(
+    fake_cuda, rows, version, blocks
+):
+    with use("cupy"):
+        x = on_device(np.ones((rows, 512), BF16))
+        rmsnorm_fp8(x, on_device(np.ones(512, np.float32)), 1e-6, OFFICIAL)
+    assert [launch[:4] for launch in fake_cuda] == [
+        ("rmsnorm_fp8", f"rmsnorm_fp8_{version}", (blocks,), (32,))
+    ]
+
+
 def test_rounding_launches_once(fake_cuda):
     with use("cupy"):
         out = ACTIVATION_FP8.fake(on_device(np.ones((3, 96), np.float32)))

@@ -85,8 +85,8 @@ def split(rows, count, parts=None):
     two blocks. What is chosen does not depend on the parts.
 
     In units of the time in which all SMs read SPAN scores for each of their blocks, 2 us; a block
-    needs about 1.5 to start and to find its bound, the second launch 2. Blocks of a single wave
-    start, read and end in step, and memory rests in between: of long ones it takes a third more.
+    needs about 1.5 to start and to find its bound, the second launch 2. A single wave of long
+    blocks takes a third more than that, probably since they start, read and end in step.
     On an H200, 512 of 32 x 2^20: 8 parts a row, one wave, 56.2 us; 16, two waves, 48.0.
     """
     spans, blocks = -(-count // SPAN), 2 * processors()
