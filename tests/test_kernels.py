@@ -221,6 +221,20 @@ def test_what_an_interrupted_bench_has_measured_is_in_its_file(monkeypatch, tmp_
     assert [path.name for path in file.parent.iterdir()] == ["some.json"]
 
 
+def test_once_calls_and_neither_checks_nor_times(monkeypatch, capsys):
+    called = []
+
+    def wrong():
+        raise AssertionError("checked")
+
+    shapes = ("T=1, D=64", "T=512, D=64")
+    made = [bench.Case("op", "v4", s, lambda s=s: called.append(s), wrong, 1) for s in shapes]
+    without_a_gpu(monkeypatch, lambda op, quick: made)
+    assert bench.main(["sinkhorn", "--once", "--only", "T=512,"]) == 0
+    assert called == [shapes[1]] * 3 and capsys.readouterr().out == "op v4, T=512, D=64\n"
+    assert bench.main(["sinkhorn", "--once", "--only", "T=7,"]) == 2
+
+
 def test_only_the_cases_that_say_so_are_run(monkeypatch):
     shapes = [("v1", "T=512, D=64"), ("v4", "T=512, D=64"), ("v4", "T=5, D=64")]
     made = [bench.Case("op", v, s, lambda: None, lambda: 0.0, 1) for v, s in shapes]

@@ -41,6 +41,7 @@ def test_each_tool_watches_a_process_of_its_own(monkeypatch, tmp_path):
     assert sanitize.watch(sanitize.TOOLS, ["sinkhorn", "model"], run) == ["racecheck"]
     for tool, command in zip(sanitize.TOOLS, seen, strict=True):
         assert command[command.index("--tool") + 1] == tool and "--error-exitcode" in command
+        assert command[command.index("--report-api-errors") + 1] == "no", "the driver's answers"
         assert command[-4:] == ["dsv41_kernels.sanitize", "--launch", "sinkhorn", "model"]
 
 

@@ -152,9 +152,8 @@ def bench(names, quick=False, out=print, only=(), keep=lambda records: None):
     out(f"{about['device']}: copies {about['copy_gbps']:,.0f} GB/s\n{HEADING}")
     for op in names:
         try:
-            for case in cases(op, quick):
-                if all(text in f"{case.version}, {case.shape}," for text in only):
-                    failed += not _try(case, timer, about, records, out)
+            for case in _said(cases(op, quick), only):
+                failed += not _try(case, timer, about, records, out)
         except Exception as error:  # a case that cannot even be built stops its op, not the rest
             traceback.print_exc()
             out(f"{op:<18}cannot be measured: {error}")
@@ -162,6 +161,21 @@ def bench(names, quick=False, out=print, only=(), keep=lambda records: None):
         if records:
             keep(records)
     return records, failed
+
+
+def _said(found, only):
+    return (c for c in found if all(text in f"{c.version}, {c.shape}," for text in only))
+
+
+def call_only(names, quick, only, out=print):
+    """Launch each case three times -> how many cases."""
+    called = 0
+    for case in (case for op in names for case in _said(cases(op, quick), only)):
+        for _ in range(3):
+            case.call()
+        out(f"{case.op} {case.version}, {case.shape}")
+        called += 1
+    return called
 
 
 def write(path, command, records):
@@ -191,6 +205,8 @@ def main(argv=None):
     only = 'only cases that say TEXT, such as "v4," or "T=512,"; more than one: all of them'
     parser.add_argument("--only", action="append", default=[], metavar="TEXT", help=only)
     parser.add_argument("--quick", action="store_true", help="small shapes, few repeats")
+    once = "call each case three times, for a profiler to watch; nothing is checked or timed"
+    parser.add_argument("--once", action="store_true", help=once)
     arguments, words = parser.parse_args(argv), sys.argv[1:] if argv is None else argv
     keep = partial(write, arguments.json, ["python", "-m", "dsv41_kernels.bench", *words])
     try:
@@ -198,9 +214,12 @@ def main(argv=None):
         if unknown:
             raise ValueError(f"no such operation: {', '.join(sorted(unknown))}")
         names = arguments.ops or operations()
-        more = {"keep": keep} if arguments.json else {}
-        records, failed = bench(names, arguments.quick, only=arguments.only, **more)
-        if not records and not failed:
+        more, failed = {"keep": keep} if arguments.json else {}, 0
+        if arguments.once:
+            found = call_only(names, arguments.quick, arguments.only)
+        else:
+            found, failed = bench(names, arguments.quick, only=arguments.only, **more)
+        if not found and not failed:
             raise ValueError(f"no case says {' and '.join(arguments.only)}")
     except (ImportError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)
