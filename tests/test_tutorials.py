@@ -294,6 +294,14 @@ def test_page_is_written_in_its_canonical_bytes_and_within_limits(path):
     assert build.over_limits(build.read(path), text) == []
 
 
+def test_chapters_that_take_too_long_together_fail(monkeypatch, capsys):
+    monkeypatch.setattr(build, "refresh_text", lambda path: [])
+    assert build.main(["--text", "01"]) == 0
+    monkeypatch.setattr(build, "ALL_SECONDS", 0)
+    assert build.main(["--text", "01"]) == 1
+    assert "all: 0 s, at most 0" in capsys.readouterr().err
+
+
 def test_limits_are_counted():
     few = build.over_limits(build.parse(TINY) * 14, "x" * 300_001)
     assert few == [

@@ -105,6 +105,9 @@ assert everything == [0, 3, 5], "the full choice"
 
 
 # %%
+from dsv41.indexer import index_topk
+
+
 def block_scores(scores, visible, size, pinned=True):
     """scores (T, N) f32, visible (T,) -> (T, B) f32"""
     rows, count = scores.shape
@@ -117,14 +120,8 @@ def block_scores(scores, visible, size, pinned=True):
 
 
 def top(scores, k):
-    """scores (T, N) -> (T, k) ascending, padded with -1; -inf is never taken."""
-    rows, count = scores.shape
-    order = np.argsort(-scores, axis=1, kind="stable")[:, :k]  # stable: the lower number first
-    legal = np.take_along_axis(scores, order, axis=1) > -np.inf
-    chosen = np.full((rows, k), count)
-    chosen[:, : order.shape[1]] = np.where(legal, order, count)
-    chosen.sort(axis=1)
-    return np.where(chosen < count, chosen, -1)
+    """scores (T, N) -> (T, k) ascending, padded with -1; -inf is never taken (chapter 05)"""
+    return index_topk(scores, np.full(len(scores), scores.shape[1]), k)
 
 
 def pool_of(scores, visible, size, budget, pinned=True):

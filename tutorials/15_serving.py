@@ -138,21 +138,26 @@ same("in blocks: 40 rows together = one by one", whole, one_by_one)
 same("the module's row product = blocks by hand", matmul_rows(x, w, INVARIANT), whole)
 
 # %% [markdown]
-# **Break it.** Give the rows to BLAS as they come, and run the model that way. Rows
-# change with their number, and so do the model's logits. A last bit can move a value to the next
-# FP8 code, or a token to another expert; then the end differs by more.
+# **Break it.** Give the rows to BLAS as they come, and run the model that way. With OpenBLAS, which
+# most of NumPy's wheels carry, rows change with their number, and so do the model's logits. A last
+# bit can move a value to the next FP8 code, or a token to another expert; then the end differs by
+# more. Another library may sum one row as it sums forty; it has promised nothing.
 
 # %% tags=["break"]
 plain = x @ w.T
 plain_one_by_one = np.concatenate([row[None] @ w.T for row in x])
 print("one product, rows alike:   plain", np.array_equal(plain, plain_one_by_one), end="")
 print("   blocks", np.array_equal(whole, one_by_one))
-assert not np.array_equal(plain, plain_one_by_one), "plain BLAS rows depend on the row count"
+library = np.show_config(mode="dicts")["Build Dependencies"]["blas"]["name"]
+is_open = "openblas" in library.lower()
+alike = np.array_equal(plain, plain_one_by_one)
+assert not (is_open and alike), "plain BLAS rows depend on the row count"
 
 at_once, cut = in_chunks(ids, 40, OFFICIAL), in_chunks(ids, 1, OFFICIAL)
 print("the model, logits alike:   plain", np.array_equal(at_once, cut), end="")
 print("   blocks", np.array_equal(one_call, in_chunks(ids, 1, INVARIANT)))
-assert not np.array_equal(at_once, cut), "without batch invariance chunks change the logits"
+alike = np.array_equal(at_once, cut)
+assert not (is_open and alike), "without batch invariance chunks change the logits"
 
 # %% [markdown]
 # ## Requests join and leave
@@ -628,7 +633,7 @@ check("15.pool_row", pool_row)
 # ## What we learned
 #
 # - Prefill, chunk and decode are one call. Chunks and company change no bit, if every row product
-#   has the same shape. Plain BLAS rows change with their number.
+#   has the same shape. Plain BLAS rows may change with their number.
 # - A request is a list of pages; pages move on when it leaves.
 # - Bounded replay runs $W$ tokens with a window that begins at $s$. It is the reason why answers
 #   change after a hit; a replay of $L \cdot W$ tokens changes no bit.

@@ -59,6 +59,10 @@ versions("matplotlib")
 #
 # A nine-layer model with random weights has everything in small: features of layers 6, 7 and 8, a
 # window of 8, blocks of 4. The released code has run it too; its arrays are the reference.
+#
+# Below, `features=seen` makes `model.step` put the means into a list, as it would for a drafter,
+# and `Drafter.observe` is the way from $f_p$ to the rings. All in between is redone by hand with
+# functions of the earlier chapters; names that are needed further down are imported here, too.
 
 # %%
 import dsv41

@@ -11,8 +11,9 @@ becomes a link to the line.
 
 Exercises are published as blanks, and the page must run with them. Both commands also rehearse:
 each blank must fail with its message, each solution in solutions/NN_name.py must pass its `check`.
-A failing cell, a time-out, a dead kernel or a page over its limits ends with exit code 1. Comparing
-ignores images and the versions line, and lets printed decimals differ by one in the last place.
+A failing cell, a dead kernel, a page over its limits or over its time ends with exit code 1, and so
+do chapters that take 12 minutes together. Comparing ignores images and the versions line, and lets
+printed decimals differ by one in the last place.
 """
 
 import argparse
@@ -35,6 +36,7 @@ if str(HERE) not in sys.path:
 from lib import page  # noqa: E402
 
 SECONDS, CELLS, BYTES = 90, 40, 300_000
+ALL_SECONDS = 12 * 60  # for all chapters, rehearsals included
 README_FIGURE = HERE / "the_map.png"  # the first figure of chapter 00, for the README
 AT_LEAST = {"asserts": 8, "breaks": 1, "plots": 1, "exercises": 2}
 
@@ -408,7 +410,7 @@ def main(arguments=None):
     how.add_argument("--check", action="store_true", help="compare with the committed pages")
     how.add_argument("--text", action="store_true", help="refresh prose and links, execute nothing")
     options = parser.parse_args(arguments)
-    failed = False
+    failed, start = False, time.perf_counter()
     for path in chapters(options.chapters):
         try:
             complaints = refresh_text(path) if options.text else build(path, options.check)
@@ -417,7 +419,10 @@ def main(arguments=None):
         for complaint in complaints:
             print(f"{path.stem}: {complaint}", file=sys.stderr)
         failed = failed or bool(complaints)
-    return int(failed)
+    seconds = time.perf_counter() - start
+    if seconds > ALL_SECONDS:
+        print(f"all: {seconds:.0f} s, at most {ALL_SECONDS}", file=sys.stderr)
+    return int(failed or seconds > ALL_SECONDS)
 
 
 def _plain(error):
