@@ -128,7 +128,10 @@ def _parser():
     worth.add_argument("--bytes", type=int, help="stop after so many bytes of text")
     worth.add_argument("--json", type=Path, metavar="FILE", help="also write the numbers there")
     worth.add_argument(
-        "--only", action="append", metavar="KIND", help="a measure of the table; may come often"
+        "--only",
+        action="append",
+        metavar="KIND",
+        help="of the measures; may be repeated: bits per byte, recall, replay, drafts, experts",
     )
 
     add("kernels", _kernels, "which CUDA kernels there are; on a GPU each is checked and timed")

@@ -233,18 +233,24 @@ def test_a_page_shows_the_latest_measurement_or_that_there_is_none(tmp_path, cap
     assert report("fp4_pack", tmp_path) == []
     assert "nothing was measured yet" in capsys.readouterr().out
     result = {"op": "fp4_pack", "version": "v3", "shape": "1M rows", "device": "GPU", "error": 0}
-    result |= {"share": 0.5, "floor_us": 100.0}
+    result |= {"share": 0.5, "floor_us": 100.0, "bytes": 1}
     for name, date, median in (("b", "2026-01-01", 300.0), ("a", "2026-02-01", 200.0)):
         found = [result | {"date": date, "cold_us": {"median": median}}, result | {"op": "other"}]
         found += [found[0] | {"version": "v1", "cold_us": {"median": 1000.0}, "share": 0.1}]
+        more = {"shape": "2M rows", "bytes": 2, "share": 0.25}
+        found += [found[0] | more | {"cold_us": {"median": 2 * median}}]
+        found += [found[0] | more | {"version": "torch", "cold_us": {"median": 80.0}}]
         (tmp_path / f"{name}.json").write_text(json.dumps(found))
-    assert [r["date"] for r in records("fp4_pack", tmp_path)] == ["2026-02-01"] * 2
+    assert [r["date"] for r in records("fp4_pack", tmp_path)] == ["2026-02-01"] * 4
     report("fp4_pack", tmp_path)
-    assert capsys.readouterr().out == (
-        "measured on GPU, 2026-02-01: fp4_pack, µs with a cold L2, and share of the floor\n"
-        "  1M rows, floor 100.0 µs\n"
-        "      v3 200.0 50%   v1 1,000.0 10%\n"
-    )
+    assert capsys.readouterr().out.splitlines() == [
+        "measured on GPU, 2026-02-01: fp4_pack, µs with a cold L2",
+        "      floor         v1         v3      torch",
+        "1M rows: v3 reaches 50% of the floor",
+        "      100.0    1,000.0      200.0",
+        "2M rows: v3 reaches 25% of the floor",
+        "      100.0                 400.0       80.0",
+    ]
 
 
 # ---- every chapter --------------------------------------------------------------------------

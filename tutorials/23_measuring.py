@@ -28,7 +28,7 @@ from collections import OrderedDict
 
 import numpy as np
 
-from lib.measured import records, report
+from lib.measured import best, records
 from lib.page import BLUE, GREEN, GREY, ORANGE, PURPLE, check, close, figure, same, versions
 
 versions("matplotlib")
@@ -431,14 +431,25 @@ assert growth < 2**20 / context, "16 times the context: the pool bounds four of 
 # %% [markdown]
 # ## What was measured
 #
-# All kernels with a benchmark, from the committed files. Each time was taken after its result had
-# been compared with the definition.
+# All kernels with a benchmark, from the committed files: the fastest version at every shape, in µs
+# with a cold L2. Each time was taken after its result had been compared with the definition. The
+# floor is at the rate of a copy, half reads and half writes; another mixture can beat it a little.
+# Slower versions, PyTorch and the NumPy text on CuPy stand in [kernels](../kernels/README.md).
 
 # %%
 from dsv41_kernels.bench import Case, operations
 from dsv41_kernels.bench import floor_us as floor_of_bench
 
-found = {op: report(op) for op in operations() if records(op)}
+found = {op: records(op) for op in operations() if records(op)}
+for device, date in sorted({(r["device"], r["date"]) for rows in found.values() for r in rows}):
+    print(f"measured on {device}, {date}")
+print(f"{'':73}{'floor':>9}{'best':>13}{'share':>7}")
+for op, rows in found.items():
+    shapes = {r["shape"]: [s for s in rows if s["shape"] == r["shape"]] for r in rows}
+    for shape, some in sorted(shapes.items(), key=lambda item: best(item[1])["bytes"]):
+        r = best(some)
+        time = f"{r['version']} {r['cold_us']['median']:,.1f}"
+        print(f"{op:25}{shape:48}{r['floor_us']:9,.1f}{time:>13}{r['share']:7.0%}")
 missing = [op for op in operations() if op not in found]
 if missing:
     print(f"nothing was measured yet of {len(missing)} operations:")
@@ -454,14 +465,12 @@ for r in (r for op in found.values() for r in op):
     assert 0.9 < r["copy_gbps"] * 1e9 / COPY < 1.05, "every run saw this page's copy again"
 
 # %%
-best = {}
+shares = {}
 for op, rows in found.items():
-    ours = [r for r in rows if r["version"].startswith("v")]
-    if ours:
-        largest = max(r["bytes"] for r in ours)
-        best[op] = max(r["share"] for r in ours if r["bytes"] == largest)
-if best:
-    shown = sorted(best.items(), key=lambda item: item[1])
+    largest = max(r["bytes"] for r in rows if r["version"].startswith("v"))
+    shares[op] = best([r for r in rows if r["bytes"] == largest])["share"]
+if shares:
+    shown = sorted(shares.items(), key=lambda item: item[1])
     half = len(shown) // 2
     title = "Share of the floor at the largest shape, best version, cold"
     with figure(title, columns=2, sharex=True) as axes:
