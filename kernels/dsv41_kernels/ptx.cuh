@@ -74,17 +74,6 @@ __device__ inline u32 select(u32 mask, u32 a, u32 b) {
   return out;
 }
 
-// Adds to a number in memory behind all that this thread has written, and seen written: whoever
-// then reads the number by load_acquire sees that too.
-__device__ inline void add_release(u32* at, u32 more) {
-  asm volatile("red.release.gpu.global.add.u32 [%0], %1;" ::"l"(at), "r"(more) : "memory");
-}
-__device__ inline u32 load_acquire(const u32* at) {
-  u32 out;
-  asm volatile("ld.acquire.gpu.global.u32 %0, [%1];" : "=r"(out) : "l"(at) : "memory");
-  return out;
-}
-
 // A word that other blocks read or write meanwhile, as it is in L2: whole, in no order with others.
 __device__ inline u64 load_relaxed(const u64* at) {
   u64 out;

@@ -572,11 +572,11 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 // Some 30 kB must be under way to an SM at any time if memory is to be busy: more than registers
 // can wait for. So a set copies two tiles ahead into shared memory, a stage each, and copies go on
 // while it computes. They are pieces of 64 UNITS neighbouring bytes, and the blocks of a team ask
-// for the rest of the row at about the same time. Measured on an H200, cold: 32.6 microseconds at
-// 512 tokens, 177.3 at 4,096, which are 2.4 TB/s. (The cut before this one loaded 64 bytes of every
-// row into registers, unit after unit, and counted arrivals behind a fence: 36 and 244. New streams
-// on their way out through the stage, whole rows at a time: 33.7 and 183.1. Copies that ask L2 for
-// 256 bytes: the same.)
+// for the rest of the row at about the same time. Measured on an H200, cold: 32.4 microseconds at
+// 512 tokens, 177.4 at 4,096, which are 2.4 TB/s. (Trials that lost and are gone: 64 bytes of every
+// row into registers, unit after unit, and arrivals counted behind a fence, 36 and 244; new streams
+// that leave through the stage, whole rows at a time, 33.7 and 183.1; copies that ask L2 for 256
+// bytes, the same.)
 //
 // Nobody waits for what other blocks do now: in its round r a set sends the sums of tile r, while
 // its last warp makes coefficients of tile r - 2 and adds the squares of tile r - 1, whose rows

@@ -18,7 +18,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // v2: rows of any length, by topk_long.cuh: a row of 2^20 scores keeps every SM busy and is read 1.01
 // times, where one block of threads would read it 5 times at the speed of one SM. bounds and used (T)
-// u32 and space (T, ROOM) u64 pass from one kernel to the next. On an H200, 512 of 32 x 2^20: 138 us,
+// u32 and space (T, ROOM) u64 pass from one kernel to the next. On an H200, 512 of 32 x 2^20: 137 us,
 // of 1 x 2^20: 34 us; memory would need 32 and 1.
 #define ROW(t)                                              \
   const float* row = scores + (t) * count;                  \
@@ -53,7 +53,8 @@ extern "C" __global__ void __launch_bounds__(LONG_THREADS)
 
 // v3: topk_ordered.cuh. A row of up to 16,384 scores is read once, into registers, and the 700 that
 // survive are looked at a second time; v1 reads all from shared memory six times. On an H200, 512 of
-// 64 x 16,384: 10.0 us (half the threads, 32 scores each: 9.9); of 32 x 2^20: 48.0; of 1 x 2^20: 16.2.
+// 64 x 16,384: 10.0 us (a trial with half the threads, 32 scores each: 9.9); of 32 x 2^20: 48.2; of 1 x 2^20:
+// 16.0.
 // Only the first ceil(visible / per) scores of a row are eligible.
 #define SCORES(t)                               \
   Row row(scores + (t) * count, count);         \

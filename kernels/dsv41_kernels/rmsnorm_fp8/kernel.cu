@@ -155,9 +155,9 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 // v3: blocks stay and take every gridDim.x-th row. The weight, 4 bytes a channel against 2 of x, is
 // read once a block instead of once a row, and the next row is on its way while this one is summed:
 // v2 waits for its loads with nothing else to do between two barriers. Measured on an H200, T = 1, 512
-// and 4,096: v2 4.8, 7.5 and 27.9 us, v3 5.0, 7.4 and 20.1; the bytes alone take 15.2 of the last.
+// and 4,096: v2 4.5, 7.3 and 27.9 us, v3 4.8, 7.4 and 20.0; the bytes alone take 15.2 of the last.
 //
-// Tried and slower, T = 4,096: a queue of three rows a block in shared memory, filled by cp.async, so
+// Trials that lost and are gone, T = 4,096: a queue of three rows a block in shared memory, filled by cp.async, so
 // that 93 KB an SM are in flight: 31.3 (four rows 32.0, six and two blocks an SM 32.6; T = 512: 9.1).
 // One warp a row, which holds it in 80 registers a lane and needs no barrier: 21.8.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)

@@ -83,7 +83,7 @@ def relay(q, *rest, split=None):
 def fastest(q, positions, freqs, window, window_rows, *rest):
     """v5 while all its clusters run at once, v6 beyond, v4 for lists too wide for it: same bits.
 
-    One token takes 23.7 us of an H200 in v5 and 28.5 in v6; 32 of them 62.7 and 29.7, since 15
+    One token takes 23.7 us of an H200 in v5 and 28.6 in v6; 32 of them 62.4 and 29.7, since 15
     clusters run at once.
     """
     width = window_rows.shape[-1] + rest[1].shape[-1]

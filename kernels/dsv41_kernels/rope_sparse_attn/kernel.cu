@@ -34,11 +34,11 @@
 // Measured on an H200, cold, in microseconds, tokens of 128 + 512 records:
 //
 //            1 token     32    128    512    8192
-//   v1           456  1,447  5,126 19,803
-//   v3            47     48     75    282   4,318
-//   v4 (*)        54     61     58    219   3,156   (*) while it waited for every number of a list
-//   v5            24     63
-//   v6            28     30     42    161   2,313
+//   v1           447  1,444  5,127 19,808
+//   v3            46     46     75    284   4,327
+//   v4            50     56     54    202   2,899
+//   v5            24     62
+//   v6            29     30     42    161   2,299
 
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 SPLIT=2
