@@ -6,8 +6,8 @@ NVIDIA's compute-sanitizer, which comes with the CUDA toolkit, watches what a ke
 sees an access behind the end of an array, racecheck one to shared memory that no barrier puts in
 order. Under both, every version of an operation is launched once on the small shapes of its
 bench.py, and `model`, a pseudo-operation, takes two training steps and some decode steps of a tiny
-model, where the operations without a bench.py are met. CuPy's memory pool is off: inside a pool's
-block the end of an array is nothing special. The last line names the kernels that nobody launched.
+model, with the shapes and the order of a model. CuPy's memory pool is off: inside a pool's block
+the end of an array is nothing special. The last line names the kernels that nobody launched.
 """
 
 import argparse

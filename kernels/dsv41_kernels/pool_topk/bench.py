@@ -1,0 +1,7 @@
+"""pool_topk against its text on CuPy arrays; its inputs are in ../between_bench.py."""
+
+from functools import partial
+
+from .. import between_bench
+
+cases = partial(between_bench.cases, "pool_topk")
