@@ -267,6 +267,40 @@ for layer, index_source in ((3, 2), (6, 5), (8, 7)):
     same(f"layer {layer} by hand = in the model", y, trace[f"L{layer:02d}.attn.out"])
 
 # %% [markdown]
+# Now all 72 queries, a row each. From layer 5 on an entry is one token, so entries and the window
+# share one axis. Grey is the window, a dark cell a chosen entry, and pale what was scored for it.
+
+# %%
+from matplotlib.colors import ListedColormap
+
+recent = tokens[:, None] - tokens  # how far back, by query and token
+scored = {"full": recent >= 0, "reindex": trace["L05.cand.mask"] & (recent >= 0)}
+patterns = {}
+for layer in (1, 5, 7, 8):
+    plan_of = model.config.plan[layer]
+    cells = scored.get(plan_of.mode, np.zeros_like(recent)).astype(int)  # 1: scored
+    cells[(recent >= 0) & (recent < tiny.sliding_window)] = 2
+    if plan_of.ratio:
+        chosen = trace[f"L{plan_of.index_source:02d}.idx.topk"]  # (T, k)
+        query, place = np.nonzero(chosen >= 0)
+        cells[query, chosen[query, place]] = 3
+    patterns[f"layer {layer}: {plan_of.mode}"] = cells
+
+shades = ListedColormap(["white", "#fad7b5", GREY, ORANGE])  # nothing, scored, window, chosen
+with figure("What each mode reads, and scores first", 2, 2, sharex=True, sharey=True) as axes:
+    axes[0, 0].figure.set_size_inches(6.4, 6.2)
+    for ax, (name, cells) in zip(axes.flat, patterns.items(), strict=True):
+        ax.imshow(cells, cmap=shades, vmin=0, vmax=3, interpolation="nearest")
+        ax.set(title=name, xticks=[0, 35, 71], yticks=[0, 35, 71])
+    for end in (0, 1):
+        axes[1, end].set_xlabel("token that is read")
+        axes[end, 0].set_ylabel("query")
+swa, full, reindex, again = patterns.values()
+assert all(np.triu(cells, 1).sum() == 0 for cells in patterns.values()), "nobody reads ahead"
+same("Full scores or reads all that came before", full > 0, recent >= 0)
+same("Reuse reads what Reindex chose, and scores nothing", again, np.where(reindex > 1, reindex, 0))
+
+# %% [markdown]
 # ## What does a Reuse layer read? Count
 #
 # Put a counter around the stored arrays, and decode one token behind 61 others. The counter is an
