@@ -106,7 +106,7 @@ def _matrix_rate(case, timer):
 
 
 HEADING = (
-    f"{'op':<18}{'version':<12}{'shape':<34}{'error':>9}{'cold us':>10}{'p10':>9}{'p90':>9}"
+    f"{'op':<26}{'version':<12}{'shape':<46}{'error':>9}{'cold us':>10}{'p10':>9}{'p90':>9}"
     f"{'hot us':>10}{'rate':>18}{'floor us':>10}{'share':>7}{'to beat':>9}{'MHz':>6}"
 )
 
@@ -118,7 +118,7 @@ def line(r):
     target = "" if r["target_us"] is None else f"{r['target_us']:,.1f}"
     cold, hot = r["cold_us"], r["hot_us"]
     return (
-        f"{r['op']:<18}{r['version']:<12}{r['shape']:<34}{r['error']:>9.1e}"
+        f"{r['op']:<26}{r['version']:<12}{r['shape']:<46}{r['error']:>9.1e}"
         f"{cold['median']:>10,.1f}{cold['p10']:>9,.1f}{cold['p90']:>9,.1f}{hot['median']:>10,.1f}"
         f"{rate:>18}{r['floor_us']:>10,.1f}{r['share']:>7.1%}{target:>9}{r['sm_mhz']:>6}"
         + ("" if r["launched_as"] == "graph" else "  (no graph)")
@@ -156,7 +156,7 @@ def bench(names, quick=False, out=print, only=(), keep=lambda records: None):
                 failed += not _try(case, timer, about, records, out)
         except Exception as error:  # a case that cannot even be built stops its op, not the rest
             traceback.print_exc()
-            out(f"{op:<18}cannot be measured: {error}")
+            out(f"{op:<26}cannot be measured: {error}")
             failed += 1
         if records:
             keep(records)
@@ -192,7 +192,7 @@ def _try(case, timer, about, records, out):
         records.append({**run(case, timer), **about})
     except Exception as error:
         traceback.print_exc()
-        out(f"{case.op:<18}{case.version:<12}{case.shape:<34} FAILED: {error}")
+        out(f"{case.op:<26}{case.version:<12}{case.shape:<46} FAILED: {error}")
         return False
     out(line(records[-1]))
     return True
