@@ -29,19 +29,35 @@ def test_every_kernel_of_a_source_is_known_by_name():
     assert {("hc_boundary", "wide"), ("rope_sparse_attn", "cluster")} <= sanitize.kernel_names()
 
 
-def test_each_tool_watches_a_process_of_its_own(monkeypatch, tmp_path):
+def watched(monkeypatch, fails):
+    """-> commands that are run where those fail of which `fails` is true, and what `watch` says."""
     monkeypatch.setattr(sanitize, "sanitizer", lambda: "compute-sanitizer")
     seen = []
 
     def run(command):
         seen.append(command)
-        return SimpleNamespace(returncode=9 if "racecheck" in command else 0)
+        return SimpleNamespace(returncode=9 if fails(command) else 0)
 
-    assert sanitize.watch(sanitize.TOOLS, ["sinkhorn", "model"], run) == ["racecheck"]
-    for tool, command in zip(sanitize.TOOLS, seen, strict=True):
+    return seen, sanitize.watch(sanitize.TOOLS, ["sinkhorn", "model"], run)
+
+
+def test_each_tool_watches_a_process_of_its_own(monkeypatch):
+    seen, failed = watched(monkeypatch, lambda c: "racecheck" in c and "control" not in c)
+    assert failed == ["racecheck"]
+    for tool, command in zip(("memcheck", "racecheck", "racecheck"), seen, strict=True):
         assert command[command.index("--tool") + 1] == tool and "--error-exitcode" in command
         assert command[command.index("--report-api-errors") + 1] == "no", "the driver's answers"
-        assert command[-4:] == ["dsv41_kernels.sanitize", "--launch", "sinkhorn", "model"]
+    assert seen[1][-2:] == ["--launch", "control"]
+    assert seen[2][-3:] == ["--launch", "sinkhorn", "model"]
+
+
+def test_where_the_control_is_reported_some_kernels_are_left_out(monkeypatch, capsys):
+    seen, failed = watched(monkeypatch, lambda command: "control" in command)
+    assert not failed and len(seen) == 3
+    left = [c[c.index("--kernel-name-exclude") + 1] for c in seen if "--kernel-name-exclude" in c]
+    assert left == [",".join(f"kernel_name={name}" for name in sanitize.UNEVEN)]
+    assert "not in " + ", ".join(sanitize.UNEVEN) in capsys.readouterr().out
+    assert set(sanitize.UNEVEN) <= {name for _, name in sanitize.kernel_names()}
 
 
 def test_the_sanitizer_is_looked_for_in_the_toolkit(monkeypatch, tmp_path):

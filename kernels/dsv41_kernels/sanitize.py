@@ -30,7 +30,9 @@ TOOLS = ("memcheck", "racecheck")
 # trap: libraries ask the driver for entry points that it may not have, which is no error of theirs;
 # reported, ten such answers would use up the lines for what kernels do
 OPTIONS = ("--report-api-errors", "no", "--print-limit", "100", "--error-exitcode", "9")
-MODEL = "model"
+MODEL, CONTROL = "model", "control"  # pseudo-operations
+# their warps pass named barriers unequally often, and racecheck loses their order: sanitize.cu
+UNEVEN = ("cluster", "pipeline", "relay")
 PEERS = ("cupy text", "torch")  # versions that launch none of our kernels
 
 _NAME = re.compile(
@@ -59,10 +61,13 @@ def watch(tools, names, run=subprocess.run):
     """Launch under each of the tools -> the names of those that found something."""
     path, failed = sanitizer(), []
     for tool in tools:
-        options = ["--tool", tool, *OPTIONS]
-        child = [sys.executable, "-m", "dsv41_kernels.sanitize", "--launch", *names]
+        watched = [path, "--tool", tool, *OPTIONS]
+        child = [sys.executable, "-m", "dsv41_kernels.sanitize", "--launch"]
         print(f"== {tool}", flush=True)
-        if run([path, *options, *child]).returncode:
+        if tool == "racecheck" and run([*watched, *child, CONTROL]).returncode:
+            print(f"{tool} sees a race where none is (sanitize.cu), so not in {', '.join(UNEVEN)}")
+            watched += ["--kernel-name-exclude", ",".join(f"kernel_name={n}" for n in UNEVEN)]
+        if run([*watched, *child, *names]).returncode:
             failed.append(tool)
     return failed
 
@@ -96,6 +101,12 @@ def launch_all(names, out=print):
 
 def calls(name):
     """Yield what a call is, and the call."""
+    if name == CONTROL:
+        import cupy
+
+        run, out = launch.kernel("sanitize.cu", "ordered"), cupy.zeros(96, np.int32)
+        yield "control", lambda: run((1,), (96,), (out,))
+        return
     if name == MODEL:
         from .device import cuda_like
 
@@ -154,7 +165,7 @@ def main(argv=None):
     known = [*operations(), MODEL]
     names = arguments.ops or known
     try:
-        if unknown := sorted(set(names) - set(known)):
+        if unknown := sorted(set(names) - {*known, CONTROL}):
             raise ValueError(f"no such operation: {', '.join(unknown)}")
         importlib.import_module("cupy")
         if arguments.launch:
