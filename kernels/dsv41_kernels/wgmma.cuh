@@ -118,11 +118,24 @@ __device__ void await_products() { asm volatile("wgmma.wait_group.sync.aligned 0
 // What this thread wrote to shared memory is seen by products that are started later.
 __device__ void publish() { asm volatile("fence.proxy.async.shared::cta;" ::: "memory"); }
 
+// With JITTER, for tests, every warp is late by up to 2 us at every barrier, each time by another
+// while: where an order is missing, results change.
+__device__ void linger() {
+#ifdef JITTER
+  unsigned x = ((unsigned)clock64() ^ JITTER * 0x9e3779b9u) * 0x85ebca6bu + threadIdx.x / 32;
+  x = __shfl_sync(~0u, x * 0xc2b2ae35u, 0);
+  __nanosleep(x >> 21);
+#endif
+}
+
 // Barrier `id` opens when `count` threads have arrived; `meet` also waits for it.
 __device__ void meet(int id, int count) {
+  linger();
   asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+  linger();
 }
 __device__ void arrive(int id, int count) {
+  linger();
   asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
