@@ -119,7 +119,7 @@ def spread_keys(count, spread, numerics, seed=5):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", [OFFICIAL, FOUR_BIT], ids=["official", "four bits"])
-@pytest.mark.parametrize("version", ["scores_v1", "scores_v2", "scores_v3", "scores_v4"])
+@pytest.mark.parametrize("version", [f"scores_v{n}" for n in range(1, 7)])
 @pytest.mark.parametrize("tokens, count", [(1, 1), (1, 33), (3, 4096), (17, 255), (70, 1000)])
 @pytest.mark.parametrize("spread", [0, 6])
 def test_every_version_of_the_scores(cupy, numerics, version, tokens, count, spread):
@@ -133,6 +133,56 @@ def test_every_version_of_the_scores(cupy, numerics, version, tokens, count, spr
     assert_scores(index_scores.definition(q, w, records, numerics), got, numerics.bf16)
     for _ in range(3):
         assert np.array_equal(run(known, *map(cupy.asarray, (q, w, records))).get(), got)
+
+
+def unlike_keys(count, share, seed=6):
+    """Records of which some are not whole numbers times one power of two, for every reason."""
+    rng = np.random.default_rng(seed)
+    records = spread_keys(count, 1, OFFICIAL, seed)
+    odd = np.flatnonzero(rng.random(count) < share)
+    for kind, rows in enumerate(np.array_split(rng.permutation(odd), 7)):
+        if kind == 0:  # scales far apart
+            records[rows] = spread_keys(len(rows), 6, OFFICIAL, seed)
+        elif kind == 1:  # an empty group
+            records[rows, 16:32] = 0x80
+        elif kind == 2:  # no number, in a group that is empty or not
+            records[rows, 64 + rng.integers(0, 4, len(rows))] = 255
+        elif kind == 3:  # powers of two at the ends of the range
+            records[rows, 64:] = rng.choice([1, 2, 95, 96, 159, 160, 253, 254], (len(rows), 1))
+        elif kind == 4:  # one group of another scale
+            records[rows, 64 + rng.integers(0, 4, len(rows))] += np.uint8(4)
+        elif kind == 5:
+            records[rows] = 0
+        else:
+            records[rows, 64:] = 0
+    return records
+
+
+def unlike_queries(tokens, numerics):
+    """Queries of which two do not fit into bytes, one not even into E4M3, and odd weights."""
+    q, w = queries(tokens, 32, 128, numerics)
+    q[1 % tokens, 5, :32] *= np.float32(2.0**-9)
+    q[2 % tokens, 3, 40] = 1.2345
+    q[3 % tokens, 7] = 0
+    w[4 % tokens], w[5 % tokens, ::3], w[6 % tokens, 2] = 0, 0, 2.0**-70
+    return q, w
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics", [OFFICIAL, FOUR_BIT], ids=["official", "four bits"])
+@pytest.mark.parametrize("share", [0, 0.001, 0.5])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("tokens, count", [(1, 2000), (21, 700), (70, 5000)])
+def test_whole_numbers_give_the_bits_of_fp8(cupy, numerics, share, alike, tokens, count):
+    from dsv41_kernels.index_scores import cupy_op
+
+    q, w = (queries(tokens, 32, 128, numerics) if alike else unlike_queries(tokens, numerics))
+    known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": int(numerics.bf16)}
+    arrays = [cupy.asarray(x) for x in (q, w, unlike_keys(count, share))]
+    want = [run(known, *arrays).get() for run in (cupy_op.scores_v3, cupy_op.scores_v4)]
+    got = [run(known, *arrays).get() for run in (cupy_op.scores_v5, cupy_op.scores_v6)]
+    assert np.array_equal(want[0], got[0], equal_nan=True)
+    assert np.array_equal(want[1], got[1], equal_nan=True)
 
 
 @pytest.mark.gpu
@@ -419,7 +469,7 @@ def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa:
     assert [name for _, name, *_ in fake_cuda] == [
         *("scores_v3", "blocks_v1", "short_v3"),
         *("scores_v3", "settle_v3"),
-        *("scores_v4", "encode_v3", "scores_v3", "repair_v1"),
+        *("scores_v6", "encode_v5", "scores_v5", "repair_v5"),
         *("filter_v3", "settle_v3"),
         *("maxima_v2", "filter_v3", "settle_v3"),
     ]
