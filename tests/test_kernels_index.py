@@ -467,8 +467,8 @@ def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa:
     assert index_topk(long, seen, 7).shape == (1, 7)
     assert candidate_blocks(long, seen, 8, 9).shape == (1, 9)
     assert [name for _, name, *_ in fake_cuda] == [
-        *("scores_v3", "blocks_v1", "short_v3"),
-        *("scores_v3", "settle_v3"),
+        *("scores_v4", "blocks_v1", "short_v3"),
+        *("scores_v4", "settle_v3"),
         *("scores_v6", "encode_v5", "scores_v5", "repair_v5"),
         *("filter_v3", "settle_v3"),
         *("maxima_v2", "filter_v3", "settle_v3"),

@@ -285,7 +285,7 @@ extern "C" __global__ void __launch_bounds__(32 * V5_WARPS, 1)
     return;
   }
   encoded += (long long)(begin / 2) * PAIR_BYTES;
-  for (int n = 0; n < min(stages, V5_STAGES - 1) && threadIdx.x == 0; ++n)
+  for (int n = 0; n < min(stages, V5_STAGES) && threadIdx.x == 0; ++n)
     fetch_stage(ring, buffers, encoded, n);
   long long key = row + c % 2 * 8;
   float* out = scores + (long long)(begin + c / 2) * count + key;
@@ -307,10 +307,10 @@ extern "C" __global__ void __launch_bounds__(32 * V5_WARPS, 1)
     const unsigned char* stage = buffers + s * STAGE_BYTES;
     Matrix matrix = matrix_behind(first, s * STAGE_BYTES);
     Query queries[2];
+    int refill = n - 2 + V5_STAGES;  // where the stage before the last was: few wait for a slow warp
+    if (threadIdx.x == 0 && n >= 2 && refill < stages) fetch_stage(ring, buffers, encoded, refill);
     wait_for(ring.full + s, parity);
     start_pair(dots[0], own, matrix);
-    if (threadIdx.x == 0 && n + V5_STAGES - 1 < stages)
-      fetch_stage(ring, buffers, encoded, n + V5_STAGES - 1);
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
       weights_of(stage + i * PAIR_BYTES, queries);
@@ -330,7 +330,7 @@ extern "C" __global__ void __launch_bounds__(32 * V5_WARPS, 1)
 }
 
 // the queries and the tiles of keys that did not fit, as v4 scores them
-extern "C" __global__ void __launch_bounds__(256, 2)
+extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
     repair_v5(const float* q, const float* w, const unsigned char* keys, const unsigned* odd,
               const unsigned* odd_tile, float* scores, long long tokens, long long count) {
   extern __shared__ __align__(128) unsigned char buffers[];
