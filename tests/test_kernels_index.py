@@ -176,7 +176,7 @@ def unlike_queries(tokens, numerics):
 def test_whole_numbers_give_the_bits_of_fp8(cupy, numerics, share, alike, tokens, count):
     from dsv41_kernels.index_scores import cupy_op
 
-    q, w = (queries(tokens, 32, 128, numerics) if alike else unlike_queries(tokens, numerics))
+    q, w = queries(tokens, 32, 128, numerics) if alike else unlike_queries(tokens, numerics)
     known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": int(numerics.bf16)}
     arrays = [cupy.asarray(x) for x in (q, w, unlike_keys(count, share))]
     want = [run(known, *arrays).get() for run in (cupy_op.scores_v3, cupy_op.scores_v4)]
@@ -473,6 +473,33 @@ def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa:
         *("filter_v3", "settle_v3"),
         *("maxima_v2", "filter_v3", "settle_v3"),
     ]
+
+
+def whole_numbers(records):
+    """Records whose scales lie within 2^3 -> (N, 128) int and (N,) float: what score_int8.cuh makes
+    of them, with its sums of whole words in which no byte may borrow from the next.
+    """
+    table, codes = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.uint32), records[:, :64]
+    top = records[:, 64:].max(axis=1).astype(int)
+    shift = (records[:, 64:] - (top[:, None] - 3)).astype(np.uint32).repeat(32, axis=1)
+    codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), 128)
+    size = table[codes & 7] << shift
+    plus, minus = (np.where(codes >> 3 == sign, size, 0).astype(np.uint8) for sign in (0, 1))
+    words = np.uint32(0x80808080) + plus.view("<u4") - minus.view("<u4")
+    return words.view(np.uint8).astype(int) - 128, np.exp2(np.float32(top) - 131)
+
+
+def test_whole_numbers_times_one_power_of_two_are_the_keys():
+    rng = np.random.default_rng(0)
+    records = rng.integers(0, 256, (500, 68), np.uint8)
+    records[:, 64:] = rng.integers(110, 130, (500, 1)) + rng.integers(0, 4, (500, 4))
+    numbers, factor = whole_numbers(records)
+    assert np.abs(numbers).max() == 96
+    assert np.array_equal(numbers * factor[:, None], INDEX_FP4.decode(records, 128))
+    q = queries(3, 32, 128, OFFICIAL)[0]
+    exponent = np.frexp(np.abs(q).max(axis=2))[1] - 7  # the largest number of a head is 2^6 to 112
+    bytes_of = q * np.exp2(-np.float32(exponent))[:, :, None]
+    assert np.array_equal(bytes_of, np.int8(bytes_of)) and np.abs(bytes_of).max() <= 112
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 31, 32, 133, 264, 1057, 8192])
