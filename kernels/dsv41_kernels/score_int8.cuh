@@ -102,23 +102,26 @@ __device__ __forceinline__ float score_of_sum(float sum, float factor) {
   return score;
 }
 
-// A query in shared memory. start: what makes of the products' sums the bits of 1.5 * 2^23 + dot.
-const unsigned MAGIC = 0x4b400000u;
-
+// A query in shared memory.
 struct Whole {
-  alignas(128) unsigned char bytes[QUERY_BYTES];
+  alignas(16) unsigned char bytes[QUERY_BYTES];
   float weights[HEADS];
-  uint4 start[HEADS / 2];  // of heads 2 i and 2 i + 1, twice: for two rows of keys
+  int4 start[HEADS / 2];  // of heads 2 i and 2 i + 1, twice: for two rows of keys
 };
 
-// How v5 scores: as v4, and where it says `failed`, v4 has to.
+// How v6 scores: a warp alone, and where it says `failed`, v4 has to. Codes count 128 too much, so that no
+// sign needs an instruction of its own; products start where that comes out as 1.5 * 2^23 plus the dot,
+// read as a float32.
+const int MAGIC = 0x4b400000;
+
 struct OnInt8 {
   static const bool PARTIAL = true;
   typedef OnFp8 Otherwise;
-  const Whole* encoded;
   float4 some[HEADS / WARPS];
   float weights[HEADS / WARPS];
   Query query;
+  unsigned numbers[4][4][2];  // [heads 8 n + g][step][b0, b1] of mma_u8
+  const int4* start;
   unsigned failed;
 
   __device__ __forceinline__ OnInt8(const float* q, const float* w) {
@@ -132,7 +135,7 @@ struct OnInt8 {
 
   __device__ __forceinline__ void prepare() {
     __shared__ Whole to;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     bool whole = true;
 #pragma unroll
     for (int i = 0; i < HEADS / WARPS; ++i) {
@@ -140,13 +143,18 @@ struct OnInt8 {
       Head head = whole_head(some[i], weights[i]);
       *(unsigned*)(to.bytes + number_place(n, HEADS)) = head.numbers;
       if (lane == 0) to.weights[n] = head.weight;
-      if (lane < 2) ((unsigned*)(to.start + n / 2))[2 * lane + n % 2] = MAGIC - 128 * head.sum;
+      if (lane < 2) ((int*)(to.start + n / 2))[2 * lane + n % 2] = MAGIC - 128 * head.sum;
       whole &= head.whole;
     }
-    publish_shared();
     failed = __syncthreads_or(!whole);
-    encoded = &to;
+    start = to.start + c;
     load_weights(to.weights, query);
+#pragma unroll
+    for (int n = 0; n < 4; ++n) {
+#pragma unroll
+      for (int i = 0; i < 8; ++i)
+        numbers[n][i / 2][i % 2] = ((const unsigned*)to.bytes)[(i * HEADS + 8 * n + g) * 4 + c];
+    }
   }
 
   // Lane 4 g + c reads words 4 c .. 4 c + 3 of the keys row(g) + 4 j, in 32 different banks, and
@@ -160,42 +168,30 @@ struct OnInt8 {
     Scales own = read_scales(words[place() * (RECORD_BYTES / 4) + 16]);
     failed |= own.misfit;
     const unsigned* group = words + row(g) * (RECORD_BYTES / 4) + 4 * c;
-    Matrix bytes = matrix_at(encoded->bytes);
-    int dots[2][16];
-    unsigned codes[2][4][4];
+    float result = 0.f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
+      unsigned codes[4][4];
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
         int j = 2 * half + lower;
         uint2 table = magnitudes(__shfl_sync(0xffffffffu, own.shifts, j, 4) >> 8 * c);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          unpack_int8(group[4 * j * (RECORD_BYTES / 4) + i], table, codes[half][i][lower],
-                      codes[half][i][2 + lower]);
+          unpack_int8(group[4 * j * (RECORD_BYTES / 4) + i], table, codes[i][lower],
+                      codes[i][2 + lower]);
       }
+      float dots[4][4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        uint4 start = encoded->start[4 * n + c];
-        dots[half][4 * n] = start.x, dots[half][4 * n + 1] = start.y;
-        dots[half][4 * n + 2] = start.z, dots[half][4 * n + 3] = start.w;
+        int4 first = start[4 * n];
+        int sums[4] = {first.x, first.y, first.z, first.w};
+#pragma unroll
+        for (int i = 0; i < 4; ++i) mma_u8(sums, codes[i], numbers[n][i][0], numbers[n][i][1]);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) dots[n][i] = __fadd_rn(__int_as_float(sums[i]), -12582912.f);
       }
-      begin_products();
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        add_product_u8(dots[half], codes[half][i], matrix_behind(bytes, 1024 * i));
-      close_products();
-    }
-    float result = 0.f;
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-      half ? await_products<0>() : await_products<1>();
-      settle_product(dots[half]);
-      float numbers[4][4];
-#pragma unroll
-      for (int i = 0; i < 16; ++i)
-        numbers[i / 4][i % 4] = __fadd_rn(__int_as_float(dots[half][i]), -12582912.f);
-      float2 sums = add_heads(numbers, query);
+      float2 sums = add_heads(dots, query);
       if (c / 2 == half) result = c % 2 ? sums.y : sums.x;
     }
     return score_of_sum(result, own.factor);
