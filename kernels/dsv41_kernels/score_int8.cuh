@@ -54,6 +54,33 @@ __device__ __forceinline__ int number_place(int head, int rows) {
   return lane % 8 * rows * 16 + head * 16 + lane / 8 * 4;
 }
 
+// weights of 32 heads, of 8 n + 2 c and 8 n + 2 c + 1 for lane c, each lane's in a row; with BF16 as bf16
+const int WEIGHT_BYTES = (BF16 ? 2 : 4) * HEADS;
+
+__device__ __forceinline__ void store_weight(unsigned char* weights, int head, float weight) {
+  int place = head % 8 / 2 * 8 + head / 8 * 2 + head % 2;
+  if (BF16)
+    ((unsigned short*)weights)[place] = __float_as_uint(weight) >> 16;
+  else
+    ((float*)weights)[place] = weight;
+}
+
+__device__ __forceinline__ void load_whole_weights(const unsigned char* weights, Query& query) {
+  int c = threadIdx.x % 4;
+#if BF16
+  uint4 four = ((const uint4*)weights)[c];
+  query.weights[0] = four.x, query.weights[1] = four.y;
+  query.weights[2] = four.z, query.weights[3] = four.w;
+#else
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float4 four = ((const float4*)weights)[2 * c + i];
+    query.exact_weights[2 * i] = {four.x, four.y};
+    query.exact_weights[2 * i + 1] = {four.z, four.w};
+  }
+#endif
+}
+
 // four magnitudes of a table of eight, or 0 for codes with a sign; __byte_perm would ignore signs
 __device__ __forceinline__ unsigned look_up(uint2 table, unsigned codes) {
   unsigned found;
@@ -105,7 +132,7 @@ __device__ __forceinline__ float score_of_sum(float sum, float factor) {
 // A query in shared memory.
 struct Whole {
   alignas(16) unsigned char bytes[QUERY_BYTES];
-  float weights[HEADS];
+  alignas(16) unsigned char weights[WEIGHT_BYTES];
   int4 start[HEADS / 2];  // of heads 2 i and 2 i + 1, twice: for two rows of keys
 };
 
@@ -119,9 +146,8 @@ struct OnInt8 {
   typedef OnFp8 Otherwise;
   float4 some[HEADS / WARPS];
   float weights[HEADS / WARPS];
-  Query query;
   unsigned numbers[4][4][2];  // [heads 8 n + g][step][b0, b1] of mma_u8
-  const int4* start;
+  const Whole* encoded;
   unsigned failed;
 
   __device__ __forceinline__ OnInt8(const float* q, const float* w) {
@@ -142,13 +168,12 @@ struct OnInt8 {
       int n = warp + i * WARPS;
       Head head = whole_head(some[i], weights[i]);
       *(unsigned*)(to.bytes + number_place(n, HEADS)) = head.numbers;
-      if (lane == 0) to.weights[n] = head.weight;
+      if (lane == 0) store_weight(to.weights, n, head.weight);
       if (lane < 2) ((int*)(to.start + n / 2))[2 * lane + n % 2] = MAGIC - 128 * head.sum;
       whole &= head.whole;
     }
     failed = __syncthreads_or(!whole);
-    start = to.start + c;
-    load_weights(to.weights, query);
+    encoded = &to;
 #pragma unroll
     for (int n = 0; n < 4; ++n) {
 #pragma unroll
@@ -184,13 +209,15 @@ struct OnInt8 {
       float dots[4][4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        int4 first = start[4 * n];
+        int4 first = encoded->start[4 * n + c];
         int sums[4] = {first.x, first.y, first.z, first.w};
 #pragma unroll
         for (int i = 0; i < 4; ++i) mma_u8(sums, codes[i], numbers[n][i][0], numbers[n][i][1]);
 #pragma unroll
         for (int i = 0; i < 4; ++i) dots[n][i] = __fadd_rn(__int_as_float(sums[i]), -12582912.f);
       }
+      Query query;
+      load_whole_weights(encoded->weights, query);
       float2 sums = add_heads(dots, query);
       if (c / 2 == half) result = c % 2 ? sums.y : sums.x;
     }
