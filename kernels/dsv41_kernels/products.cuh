@@ -13,15 +13,6 @@ __device__ __forceinline__ void mma_bf16(float* d, const unsigned* a, unsigned b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
-// d (16, 8) s32 += a (16, 32) u8 * b (32, 8) s8, by one warp: registers as above, four neighbouring
-// bytes to each of a and b
-__device__ __forceinline__ void mma_u8(int* d, const unsigned* a, unsigned b0, unsigned b1) {
-  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
-      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%0, %1, %2, %3};"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
-}
-
 // two bf16 products, each rounded to bf16; subnormal numbers count
 __device__ __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
   unsigned product;
@@ -92,8 +83,20 @@ __device__ __forceinline__ void start_product(float* d, const unsigned* a, Matri
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// The same of whole numbers, exact: d (64, 64) s32 = a (64, 32) s8 * b (64, 32)^T s8, or += where `add`
-// is 1
+// The same of whole numbers, exact, as long as sums stay in 32 bits. d (64, 32) s32 += a u8 * b^T s8.
+__device__ __forceinline__ void add_product_u8(int* d, const unsigned* a, Matrix b) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, add;\n}\n"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]),
+        "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]),
+        "+r"(d[14]), "+r"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// d (64, 64) s32 = a (64, 32) s8 * b (64, 32)^T s8, or += where `add` is 1
 __device__ __forceinline__ void start_product_s8(int* d, const unsigned* a, Matrix b, int add) {
   asm volatile(
       "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"

@@ -54,33 +54,6 @@ __device__ __forceinline__ int number_place(int head, int rows) {
   return lane % 8 * rows * 16 + head * 16 + lane / 8 * 4;
 }
 
-// weights of 32 heads, of 8 n + 2 c and 8 n + 2 c + 1 for lane c, each lane's in a row; with BF16 as bf16
-const int WEIGHT_BYTES = (BF16 ? 2 : 4) * HEADS;
-
-__device__ __forceinline__ void store_weight(unsigned char* weights, int head, float weight) {
-  int place = head % 8 / 2 * 8 + head / 8 * 2 + head % 2;
-  if (BF16)
-    ((unsigned short*)weights)[place] = __float_as_uint(weight) >> 16;
-  else
-    ((float*)weights)[place] = weight;
-}
-
-__device__ __forceinline__ void load_whole_weights(const unsigned char* weights, Query& query) {
-  int c = threadIdx.x % 4;
-#if BF16
-  uint4 four = ((const uint4*)weights)[c];
-  query.weights[0] = four.x, query.weights[1] = four.y;
-  query.weights[2] = four.z, query.weights[3] = four.w;
-#else
-#pragma unroll
-  for (int i = 0; i < 2; ++i) {
-    float4 four = ((const float4*)weights)[2 * c + i];
-    query.exact_weights[2 * i] = {four.x, four.y};
-    query.exact_weights[2 * i + 1] = {four.z, four.w};
-  }
-#endif
-}
-
 // four magnitudes of a table of eight, or 0 for codes with a sign; __byte_perm would ignore signs
 __device__ __forceinline__ unsigned look_up(uint2 table, unsigned codes) {
   unsigned found;
@@ -129,25 +102,23 @@ __device__ __forceinline__ float score_of_sum(float sum, float factor) {
   return score;
 }
 
-// A query in shared memory.
+// A query in shared memory. start: what makes of the products' sums the bits of 1.5 * 2^23 + dot.
+const unsigned MAGIC = 0x4b400000u;
+
 struct Whole {
-  alignas(16) unsigned char bytes[QUERY_BYTES];
-  alignas(16) unsigned char weights[WEIGHT_BYTES];
-  int4 start[HEADS / 2];  // of heads 2 i and 2 i + 1, twice: for two rows of keys
+  alignas(128) unsigned char bytes[QUERY_BYTES];
+  float weights[HEADS];
+  uint4 start[HEADS / 2];  // of heads 2 i and 2 i + 1, twice: for two rows of keys
 };
 
-// How v6 scores: a warp alone, and where it says `failed`, v4 has to. Codes count 128 too much, so that no
-// sign needs an instruction of its own; products start where that comes out as 1.5 * 2^23 plus the dot,
-// read as a float32.
-const int MAGIC = 0x4b400000;
-
+// How v5 scores: as v4, and where it says `failed`, v4 has to.
 struct OnInt8 {
   static const bool PARTIAL = true;
   typedef OnFp8 Otherwise;
+  const Whole* encoded;
   float4 some[HEADS / WARPS];
   float weights[HEADS / WARPS];
-  unsigned numbers[4][4][2];  // [heads 8 n + g][step][b0, b1] of mma_u8
-  const Whole* encoded;
+  Query query;
   unsigned failed;
 
   __device__ __forceinline__ OnInt8(const float* q, const float* w) {
@@ -161,25 +132,21 @@ struct OnInt8 {
 
   __device__ __forceinline__ void prepare() {
     __shared__ Whole to;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
     bool whole = true;
 #pragma unroll
     for (int i = 0; i < HEADS / WARPS; ++i) {
       int n = warp + i * WARPS;
       Head head = whole_head(some[i], weights[i]);
       *(unsigned*)(to.bytes + number_place(n, HEADS)) = head.numbers;
-      if (lane == 0) store_weight(to.weights, n, head.weight);
-      if (lane < 2) ((int*)(to.start + n / 2))[2 * lane + n % 2] = MAGIC - 128 * head.sum;
+      if (lane == 0) to.weights[n] = head.weight;
+      if (lane < 2) ((unsigned*)(to.start + n / 2))[2 * lane + n % 2] = MAGIC - 128 * head.sum;
       whole &= head.whole;
     }
+    publish_shared();
     failed = __syncthreads_or(!whole);
     encoded = &to;
-#pragma unroll
-    for (int n = 0; n < 4; ++n) {
-#pragma unroll
-      for (int i = 0; i < 8; ++i)
-        numbers[n][i / 2][i % 2] = ((const unsigned*)to.bytes)[(i * HEADS + 8 * n + g) * 4 + c];
-    }
+    load_weights(to.weights, query);
   }
 
   // Lane 4 g + c reads words 4 c .. 4 c + 3 of the keys row(g) + 4 j, in 32 different banks, and
@@ -193,32 +160,42 @@ struct OnInt8 {
     Scales own = read_scales(words[place() * (RECORD_BYTES / 4) + 16]);
     failed |= own.misfit;
     const unsigned* group = words + row(g) * (RECORD_BYTES / 4) + 4 * c;
-    float result = 0.f;
+    Matrix bytes = matrix_at(encoded->bytes);
+    int dots[2][16];
+    unsigned codes[2][4][4];
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      unsigned codes[4][4];
 #pragma unroll
       for (int lower = 0; lower < 2; ++lower) {
         int j = 2 * half + lower;
         uint2 table = magnitudes(__shfl_sync(0xffffffffu, own.shifts, j, 4) >> 8 * c);
 #pragma unroll
         for (int i = 0; i < 4; ++i)
-          unpack_int8(group[4 * j * (RECORD_BYTES / 4) + i], table, codes[i][lower],
-                      codes[i][2 + lower]);
+          unpack_int8(group[4 * j * (RECORD_BYTES / 4) + i], table, codes[half][i][lower],
+                      codes[half][i][2 + lower]);
       }
-      float dots[4][4];
 #pragma unroll
       for (int n = 0; n < 4; ++n) {
-        int4 first = encoded->start[4 * n + c];
-        int sums[4] = {first.x, first.y, first.z, first.w};
-#pragma unroll
-        for (int i = 0; i < 4; ++i) mma_u8(sums, codes[i], numbers[n][i][0], numbers[n][i][1]);
-#pragma unroll
-        for (int i = 0; i < 4; ++i) dots[n][i] = __fadd_rn(__int_as_float(sums[i]), -12582912.f);
+        uint4 start = encoded->start[4 * n + c];
+        dots[half][4 * n] = start.x, dots[half][4 * n + 1] = start.y;
+        dots[half][4 * n + 2] = start.z, dots[half][4 * n + 3] = start.w;
       }
-      Query query;
-      load_whole_weights(encoded->weights, query);
-      float2 sums = add_heads(dots, query);
+      begin_products();
+#pragma unroll
+      for (int i = 0; i < 4; ++i)
+        add_product_u8(dots[half], codes[half][i], matrix_behind(bytes, 1024 * i));
+      close_products();
+    }
+    float result = 0.f;
+#pragma unroll
+    for (int half = 0; half < 2; ++half) {
+      half ? await_products<0>() : await_products<1>();
+      settle_product(dots[half]);
+      float numbers[4][4];
+#pragma unroll
+      for (int i = 0; i < 16; ++i)
+        numbers[i / 4][i % 4] = __fadd_rn(__int_as_float(dots[half][i]), -12582912.f);
+      float2 sums = add_heads(numbers, query);
       if (c / 2 == half) result = c % 2 ? sums.y : sums.x;
     }
     return score_of_sum(result, own.factor);

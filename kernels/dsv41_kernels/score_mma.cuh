@@ -62,30 +62,21 @@ __device__ __forceinline__ unsigned scale_pair(unsigned scales, int i) {
   return (scales >> 8 * i & 255) * 0x00800080u + 62 * 0x00800080u;
 }
 
-// dots of 16 keys and 32 heads, rounded to bf16, times weights, rounded: two rows of a product
-__device__ __forceinline__ void weigh_heads(const float (*dots)[4], const Query& query,
-                                            unsigned (*weighted)[4]) {
-#pragma unroll
-  for (int i = 0; i < 8; ++i) {
-    const float* pair = dots[i / 2] + i % 2 * 2;
-    weighted[i / 4][i % 4] = multiply_bf16x2(relu_bf16x2(pair[0], pair[1]), query.weights[i / 2]);
-  }
-}
-
-// their sums over heads, of the keys in rows g and g + 8; the layout of d is that of a
-__device__ __forceinline__ float2 sum_weighted(const unsigned (*weighted)[4]) {
-  float sums[4] = {};
-  mma_bf16(sums, weighted[0], ONES, ONES);
-  mma_bf16(sums, weighted[1], ONES, ONES);
-  return {sums[0], sums[2]};
-}
-
-// both
+// dots of 16 keys and 32 heads -> sums over heads of the keys in rows g and g + 8
 __device__ __forceinline__ float2 add_heads(const float (*dots)[4], const Query& query) {
 #if BF16
-  unsigned weighted[2][4];
-  weigh_heads(dots, query, weighted);
-  return sum_weighted(weighted);
+  float sums[4] = {};
+#pragma unroll
+  for (int n = 0; n < 4; n += 2) {
+    unsigned weighted[4];
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+      const float* pair = dots[n + i / 2] + i % 2 * 2;
+      weighted[i] = multiply_bf16x2(relu_bf16x2(pair[0], pair[1]), query.weights[n + i / 2]);
+    }
+    mma_bf16(sums, weighted, ONES, ONES);  // the layout of d is that of a
+  }
+  return {sums[0], sums[2]};
 #else
   float low = 0.f, high = 0.f;
 #pragma unroll

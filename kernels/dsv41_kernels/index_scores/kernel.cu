@@ -145,7 +145,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 //
 // encode: queries as pairs (T / 2, PAIR_BYTES), with room for a whole stage at the end; odd (T), zeros
 // before, is 1 where one does not fit.
-const int PAIR_BYTES = 2 * (QUERY_BYTES + WEIGHT_BYTES);
+const int WEIGHT_BYTES = BF16 ? 2 * HEADS : 4 * HEADS, PAIR_BYTES = 2 * (QUERY_BYTES + WEIGHT_BYTES);
 
 extern "C" __global__ void __launch_bounds__(256)
     encode_v5(const float* q, const float* w, unsigned char* encoded, unsigned* odd, long long heads) {
@@ -157,11 +157,33 @@ extern "C" __global__ void __launch_bounds__(256)
   *(unsigned*)(pair + number_place((int)(t % 2) * HEADS + n, 2 * HEADS)) = head.numbers;
   if (lane) return;
   if (!head.whole) odd[t] = 1;
-  store_weight(pair + 2 * QUERY_BYTES + t % 2 * WEIGHT_BYTES, n, head.weight);
+  // the weights of heads 8 n + 2 c, + 1 for lane c, in a row
+  int place = n % 8 / 2 * 8 + n / 8 * 2 + n % 2;
+  unsigned char* weights = pair + 2 * QUERY_BYTES + t % 2 * WEIGHT_BYTES;
+  if (BF16)
+    ((unsigned short*)weights)[place] = __float_as_uint(head.weight) >> 16;
+  else
+    ((float*)weights)[place] = head.weight;
+}
+
+__device__ __forceinline__ void load_pair_weights(const unsigned char* weights, Query& query) {
+  int c = threadIdx.x % 4;
+#if BF16
+  uint4 four = ((const uint4*)weights)[c];
+  query.weights[0] = four.x, query.weights[1] = four.y;
+  query.weights[2] = four.z, query.weights[3] = four.w;
+#else
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float4 four = ((const float4*)weights)[2 * c + i];
+    query.exact_weights[2 * i] = {four.x, four.y};
+    query.exact_weights[2 * i + 1] = {four.z, four.w};
+  }
+#endif
 }
 
 const int V5_STAGES = 5, V5_KEYS = 256, V5_WARPS = V5_KEYS / 16;
-const int REFILL = 2, PAIRS = 4, STAGE_BYTES = PAIRS * PAIR_BYTES;
+const int PAIRS = 4, STAGE_BYTES = PAIRS * PAIR_BYTES;
 
 __device__ __forceinline__ unsigned shared_at(const void* p) {
   return (unsigned)__cvta_generic_to_shared(p);
@@ -231,22 +253,12 @@ __device__ __forceinline__ void start_pair(int* dots, const WholeKeys& keys, Mat
   close_products();
 }
 
-// products of a pair -> sums over heads of both queries
-__device__ __forceinline__ void pair_sums(const int* dots, const Query* queries, float2* sums,
-                                          unsigned none) {
-  float numbers[2][4][4];
+// products with a query -> sums over heads of the keys in rows g and g + 8
+__device__ __forceinline__ float2 add_products(const int* dots, const Query& query) {
+  float numbers[4][4];
 #pragma unroll
-  for (int i = 0; i < 32; ++i) numbers[i / 16][i / 4 % 4][i % 4] = (float)dots[i];
-#if BF16
-  unsigned weighted[2][2][4];
-  weigh_heads(numbers[0], queries[0], weighted[0]);
-  weigh_heads(numbers[1], queries[1], weighted[1]);
-  weighted[0][0][0] |= weighted[1][1][3] & none;
-  weighted[1][0][0] |= weighted[0][1][3] & none;
-  sums[0] = sum_weighted(weighted[0]), sums[1] = sum_weighted(weighted[1]);
-#else
-  sums[0] = add_heads(numbers[0], queries[0]), sums[1] = add_heads(numbers[1], queries[1]);
-#endif
+  for (int i = 0; i < 16; ++i) numbers[i / 4][i % 4] = (float)dots[i];
+  return add_heads(numbers, query);
 }
 
 // odd_tile (tiles), zeros before, is 1 where a key of a tile does not fit, and none of it is scored
@@ -278,29 +290,26 @@ extern "C" __global__ void __launch_bounds__(32 * V5_WARPS, 1)
   float* out = scores + (long long)(begin + c / 2) * count + key;
   left = key < count ? left - c / 2 : 0;
   int dots[2][32];
-  unsigned none = share >> 31;  // 0, which the compiler does not know
   Matrix first = matrix_at(buffers, 64);
   for (int n = 0, s = 0, parity = 0; n < stages; ++n) {
     const unsigned char* weights = buffers + s * STAGE_BYTES + 2 * QUERY_BYTES;
     Matrix matrix = matrix_behind(first, s * STAGE_BYTES);
-    int refill = n - REFILL + V5_STAGES;  // where an earlier stage was: few wait for a slow warp
-    if (threadIdx.x == 0 && n >= REFILL && refill < stages) fetch_stage(ring, buffers, encoded, refill);
+    int refill = n - 2 + V5_STAGES;  // where the stage before the last was: few wait for a slow warp
+    if (threadIdx.x == 0 && n >= 2 && refill < stages) fetch_stage(ring, buffers, encoded, refill);
     wait_for(ring.full + s, parity);
     start_pair(dots[0], own, matrix);
     start_pair(dots[1], own, matrix_behind(matrix, PAIR_BYTES));
 #pragma unroll
     for (int i = 0; i < PAIRS; ++i) {
       Query queries[2];
-      float2 sums[2];
 #pragma unroll
       for (int j = 0; j < 2; ++j)
-        load_whole_weights(weights + i * PAIR_BYTES + j * WEIGHT_BYTES, queries[j]);
+        load_pair_weights(weights + i * PAIR_BYTES + j * WEIGHT_BYTES, queries[j]);
       i + 1 < PAIRS ? await_products<1>() : await_products<0>();
       settle_product(dots[i % 2]);
-      pair_sums(dots[i % 2], queries, sums, none);
-      unsigned after = (__float_as_uint(sums[0].x) | __float_as_uint(sums[1].x)) & none;
-      if (i + 2 < PAIRS)
-        start_pair(dots[i % 2], own, matrix_behind(matrix, (i + 2) * PAIR_BYTES + 16 * after));
+      float2 sums[2] = {add_products(dots[i % 2], queries[0]),
+                        add_products(dots[i % 2] + 16, queries[1])};
+      if (i + 2 < PAIRS) start_pair(dots[i % 2], own, matrix_behind(matrix, (i + 2) * PAIR_BYTES));
       float2 mine = c / 2 ? sums[1] : sums[0];
       float score = score_of_sum(c % 2 ? mine.y : mine.x, own.factor);
       if (left > 0) *out = score;
