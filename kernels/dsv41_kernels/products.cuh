@@ -38,7 +38,8 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
 template <int OFFSET>
 __device__ __forceinline__ void copy_async_behind(void* shared, const void* global) {
   unsigned to = (unsigned)__cvta_generic_to_shared(shared);
-  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %2], 16;" ::"r"(to), "l"(global), "n"(OFFSET)
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %2], 16;" ::"r"(to), "l"(global),
+               "n"(OFFSET)
                : "memory");
 }
 
@@ -83,7 +84,7 @@ __device__ __forceinline__ void start_product(float* d, const unsigned* a, Matri
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
-// The same of whole numbers, exact, as long as sums stay in 32 bits. d (64, 32) s32 += a u8 * b^T s8.
+// The same of whole numbers: d (64, 32) s32 += a u8 * b^T s8, exact.
 __device__ __forceinline__ void add_product_u8(int* d, const unsigned* a, Matrix b) {
   asm volatile(
       "{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"

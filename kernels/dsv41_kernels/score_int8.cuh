@@ -2,16 +2,16 @@
 #include "score_fp8.cuh"
 // Index scores by exact INT8 products of warp groups, for 32 heads of 128 channels and MXFP4 keys.
 //
-// Twice an E2M1 value is one of 0 1 2 3 4 6 8 12, and where the scales of a key's four groups differ by
-// up to 2^3, all 128 channels are whole numbers up to 96 times one power of two; so is a head of an
-// MXFP4 query, up to 112. Sums of their products stay below 2^21: one chain of products, no scale in
-// it, and as a float32 the result is what the chains of score_fp8.cuh give. Where the powers of two
-// are multiplied in is free as long as nothing leaves the range of normal numbers: those of the heads
-// go into the weights, that of the key into its score. A key or a query that is not like that is left
-// to score_fp8.cuh.
+// Twice an E2M1 value is one of 0 1 2 3 4 6 8 12, and where the scales of a key's four groups
+// differ by up to 2^3, all 128 channels are whole numbers up to 96 times one power of two; so is a
+// head of an MXFP4 query, up to 112. Sums of their products stay below 2^21: one chain of products,
+// no scale in it, and as a float32 the result has the bits that the chains of score_fp8.cuh give.
+// Where the powers of two are multiplied in is free as long as nothing leaves the range of normal
+// numbers: those of the heads go into the weights, that of the key into its score. A key or a query
+// that is not like that is left to score_fp8.cuh.
 //
-// A lane unpacks the 32 channels of one group, so it needs one table of eight bytes per key. PRMT reads
-// it by four codes at once and turns those with the sign bit into zeros.
+// A lane unpacks the 32 channels of one group, so it needs one table of eight bytes per key. PRMT
+// reads it by four codes at once, and makes zero of those with the sign bit.
 #if PACKED && HEADS == 32 && CHANNELS == 128
 
 const int MOST_NUMBER = 112;  // E4M3 holds 4 times that, too
@@ -47,8 +47,8 @@ __device__ __forceinline__ Head whole_head(float4 some, float w) {
   return head;
 }
 
-// where a lane's four numbers of a head lie, of `rows` heads: matrices of 32 channels, in which lane c of
-// start_product finds 8 channels of group c
+// where a lane's four numbers of a head lie, among `rows` heads: in matrices of 32 channels, of
+// which lane c of a product finds 8, all of group c
 __device__ __forceinline__ int number_place(int head, int rows) {
   int lane = threadIdx.x % 32;
   return lane % 8 * rows * 16 + head * 16 + lane / 8 * 4;
@@ -61,8 +61,9 @@ __device__ __forceinline__ unsigned look_up(uint2 table, unsigned codes) {
   return found;
 }
 
-// 8 codes -> 128 + value, a byte each
-__device__ __forceinline__ void unpack_int8(unsigned word, uint2 table, unsigned& low, unsigned& high) {
+// 8 codes -> 128 + value, a byte each, so that none borrows from the next
+__device__ __forceinline__ void unpack_int8(unsigned word, uint2 table, unsigned& low,
+                                            unsigned& high) {
   unsigned other = word ^ 0x88888888u;
   low = 0x80808080u + look_up(table, word) - look_up(table, other);
   word >>= 16, other >>= 16;
@@ -74,8 +75,9 @@ __device__ __forceinline__ uint2 magnitudes(unsigned shift) {
   return {__funnelshift_l(0, 0x03020100u, shift), __funnelshift_l(0, 0x0c080604u, shift)};
 }
 
-// What the four scales of a key say: the shift of each group in a byte, and the factor of the whole. Its
-// scales lie between 2^-31 and 2^32, or all are 0.
+// What the four scales of a key say: the shift of each group, in a byte, and the factor of all. The
+// largest must lie between 2^-31 and 2^32, or all be 0; else, or where one is too small, misfit is
+// not 0.
 struct Scales {
   unsigned shifts, misfit;
   float factor;
@@ -102,7 +104,9 @@ __device__ __forceinline__ float score_of_sum(float sum, float factor) {
   return score;
 }
 
-// A query in shared memory. start: what makes of the products' sums the bits of 1.5 * 2^23 + dot.
+// A query in shared memory. Keys count 128 too much, which saves a sign, so products start at
+// `start`: where sums come out as the bits of 1.5 * 2^23 + dot, a float32 from which one
+// subtraction takes dot.
 const unsigned MAGIC = 0x4b400000u;
 
 struct Whole {
@@ -111,7 +115,7 @@ struct Whole {
   uint4 start[HEADS / 2];  // of heads 2 i and 2 i + 1, twice: for two rows of keys
 };
 
-// How v5 scores: as v4, and where it says `failed`, v4 has to.
+// How v6 scores: 16 keys of each warp are multiplied while the next 16 are unpacked.
 struct OnInt8 {
   static const bool PARTIAL = true;
   typedef OnFp8 Otherwise;

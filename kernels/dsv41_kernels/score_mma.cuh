@@ -168,10 +168,11 @@ __device__ __forceinline__ void copy_whole_tile(unsigned char* tile, const unsig
   if (lane < (TILE_BYTES - 2048) / 16) copy_async_behind<2048>(tile, from);
 }
 
-// A block of 8 warps scores `count` keys for the query q, w: take(i, score) for each. Every warp takes a tile of its own
-// in turn, with STAGES of them in flight in its part of `rings`; in the last turn some are empty. run(i)
-// is where record i lies, with the 7 behind it, or, `whole`, the 31 behind it. A lane gets the score of
-// the record place() of a tile.
+// A block of 8 warps scores `count` keys for the query q, w: take(i, score) for each. Every warp
+// takes a tile of its own in turn, with STAGES of them in flight in its part of `rings`; in the
+// last turn some are empty. run(i) is where record i lies, with the 7 behind it, or, `whole`, the
+// 31 behind it. A lane gets the score of record place() of a tile. Where a PARTIAL scorer has
+// `failed`, another one scores all of it again.
 const int STAGES = 4, WARPS = 8;
 
 template <class Scorer, class Run, class Take>

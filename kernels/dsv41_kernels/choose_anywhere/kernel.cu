@@ -147,8 +147,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // v4: the same by INT8 products of whole keys (score_int8.cuh).
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v4(const float* q, const float* w, const unsigned char* keys, const long long* pages,
-              const long long* order, const long long* visible, float* scores, int width, int per_page,
-              int longest, int chunk) {
+              const long long* order, const long long* visible, float* scores, int width,
+              int per_page, int longest, int chunk) {
   score_pages<OnInt8>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
 }
 #endif

@@ -80,7 +80,7 @@ def scores_v4(known, q, w, keys):
 
 
 def scores_v5(known, q, w, keys):
-    """INT8 products of every query with every key, FP8 products of those that do not fit."""
+    """INT8 products of every query with every key; FP8 products where one does not fit."""
     (*_, scores, _, _), tokens, count = _arguments(q, w, keys)
     tiles, batches = -(-count // V3_KEYS), -(-tokens // V5_BATCH)
     query_bytes = 32 * (128 + (2 if known["BF16"] else 4))
