@@ -119,7 +119,7 @@ def spread_keys(count, spread, numerics, seed=5):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("numerics", [OFFICIAL, FOUR_BIT], ids=["official", "four bits"])
-@pytest.mark.parametrize("version", ["scores_v1", "scores_v2", "scores_v3", "scores_v4"])
+@pytest.mark.parametrize("version", [f"scores_v{n}" for n in range(1, 7)])
 @pytest.mark.parametrize("tokens, count", [(1, 1), (1, 33), (3, 4096), (17, 255), (70, 1000)])
 @pytest.mark.parametrize("spread", [0, 6])
 def test_every_version_of_the_scores(cupy, numerics, version, tokens, count, spread):
@@ -133,6 +133,56 @@ def test_every_version_of_the_scores(cupy, numerics, version, tokens, count, spr
     assert_scores(index_scores.definition(q, w, records, numerics), got, numerics.bf16)
     for _ in range(3):
         assert np.array_equal(run(known, *map(cupy.asarray, (q, w, records))).get(), got)
+
+
+def unlike_keys(count, share, seed=6):
+    """Records of which some are not whole numbers times one power of two, for every reason."""
+    rng = np.random.default_rng(seed)
+    records = spread_keys(count, 1, OFFICIAL, seed)
+    odd = np.flatnonzero(rng.random(count) < share)
+    for kind, rows in enumerate(np.array_split(rng.permutation(odd), 7)):
+        if kind == 0:  # scales far apart
+            records[rows] = spread_keys(len(rows), 6, OFFICIAL, seed)
+        elif kind == 1:  # an empty group
+            records[rows, 16:32] = 0x80
+        elif kind == 2:  # no number, in a group that is empty or not
+            records[rows, 64 + rng.integers(0, 4, len(rows))] = 255
+        elif kind == 3:  # powers of two at the ends of the range
+            records[rows, 64:] = rng.choice([1, 2, 95, 96, 159, 160, 253, 254], (len(rows), 1))
+        elif kind == 4:  # one group of another scale
+            records[rows, 64 + rng.integers(0, 4, len(rows))] += np.uint8(4)
+        elif kind == 5:
+            records[rows] = 0
+        else:
+            records[rows, 64:] = 0
+    return records
+
+
+def unlike_queries(tokens, numerics):
+    """Queries of which two do not fit into bytes, one not even into E4M3, and odd weights."""
+    q, w = queries(tokens, 32, 128, numerics)
+    q[1 % tokens, 5, :32] *= np.float32(2.0**-9)
+    q[2 % tokens, 3, 40] = 1.2345
+    q[3 % tokens, 7] = 0
+    w[4 % tokens], w[5 % tokens, ::3], w[6 % tokens, 2] = 0, 0, 2.0**-70
+    return q, w
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("numerics", [OFFICIAL, FOUR_BIT], ids=["official", "four bits"])
+@pytest.mark.parametrize("share", [0, 0.001, 0.5])
+@pytest.mark.parametrize("alike", [True, False])
+@pytest.mark.parametrize("tokens, count", [(1, 2000), (21, 700), (70, 5000)])
+def test_whole_numbers_give_the_bits_of_fp8(cupy, numerics, share, alike, tokens, count):
+    from dsv41_kernels.index_scores import cupy_op
+
+    q, w = queries(tokens, 32, 128, numerics) if alike else unlike_queries(tokens, numerics)
+    known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": int(numerics.bf16)}
+    arrays = [cupy.asarray(x) for x in (q, w, unlike_keys(count, share))]
+    want = [run(known, *arrays).get() for run in (cupy_op.scores_v3, cupy_op.scores_v4)]
+    got = [run(known, *arrays).get() for run in (cupy_op.scores_v5, cupy_op.scores_v6)]
+    assert np.array_equal(want[0], got[0], equal_nan=True)
+    assert np.array_equal(want[1], got[1], equal_nan=True)
 
 
 @pytest.mark.gpu
@@ -417,12 +467,39 @@ def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa:
     assert index_topk(long, seen, 7).shape == (1, 7)
     assert candidate_blocks(long, seen, 8, 9).shape == (1, 9)
     assert [name for _, name, *_ in fake_cuda] == [
-        *("scores_v3", "blocks_v1", "short_v3"),
-        *("scores_v3", "settle_v3"),
-        *("scores_v4", "encode_v3", "scores_v3", "repair_v1"),
+        *("scores_v4", "blocks_v1", "short_v3"),
+        *("scores_v4", "settle_v3"),
+        *("scores_v6", "encode_v5", "scores_v5", "repair_v5"),
         *("filter_v3", "settle_v3"),
         *("maxima_v2", "filter_v3", "settle_v3"),
     ]
+
+
+def whole_numbers(records):
+    """Records whose scales lie within 2^3 -> (N, 128) int and (N,) float: what score_int8.cuh makes
+    of them, with its sums of whole words in which no byte may borrow from the next.
+    """
+    table, codes = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.uint32), records[:, :64]
+    top = records[:, 64:].max(axis=1).astype(int)
+    shift = (records[:, 64:] - (top[:, None] - 3)).astype(np.uint32).repeat(32, axis=1)
+    codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), 128)
+    size = table[codes & 7] << shift
+    plus, minus = (np.where(codes >> 3 == sign, size, 0).astype(np.uint8) for sign in (0, 1))
+    words = np.uint32(0x80808080) + plus.view("<u4") - minus.view("<u4")
+    return words.view(np.uint8).astype(int) - 128, np.exp2(np.float32(top) - 131)
+
+
+def test_whole_numbers_times_one_power_of_two_are_the_keys():
+    rng = np.random.default_rng(0)
+    records = rng.integers(0, 256, (500, 68), np.uint8)
+    records[:, 64:] = rng.integers(110, 130, (500, 1)) + rng.integers(0, 4, (500, 4))
+    numbers, factor = whole_numbers(records)
+    assert np.abs(numbers).max() == 96
+    assert np.array_equal(numbers * factor[:, None], INDEX_FP4.decode(records, 128))
+    q = queries(3, 32, 128, OFFICIAL)[0]
+    exponent = np.frexp(np.abs(q).max(axis=2))[1] - 7  # the largest number of a head is 2^6 to 112
+    bytes_of = q * np.exp2(-np.float32(exponent))[:, :, None]
+    assert np.array_equal(bytes_of, np.int8(bytes_of)) and np.abs(bytes_of).max() <= 112
 
 
 @pytest.mark.parametrize("rows", [0, 1, 2, 31, 32, 133, 264, 1057, 8192])

@@ -34,6 +34,15 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
                : "memory");
 }
 
+// the same 16 bytes, `offset` behind both
+template <int OFFSET>
+__device__ __forceinline__ void copy_async_behind(void* shared, const void* global) {
+  unsigned to = (unsigned)__cvta_generic_to_shared(shared);
+  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %2], 16;" ::"r"(to), "l"(global),
+               "n"(OFFSET)
+               : "memory");
+}
+
 // end a group of copies
 __device__ __forceinline__ void commit_copies() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 
@@ -48,10 +57,15 @@ __device__ __forceinline__ void wait_copies() {
 #ifdef WARP_GROUPS
 typedef unsigned long long Matrix;  // where wgmma finds b in shared memory
 
-// b (32 rows, 32 bytes of channels), as [half of the channels][8 rows][row][16 bytes], 1,024 bytes
-__device__ __forceinline__ Matrix matrix_at(const void* shared) {
+// b (rows, 32 bytes of channels), as [half of the channels][8 rows][row][16 bytes], 32 bytes a row
+__device__ __forceinline__ Matrix matrix_at(const void* shared, int rows = 32) {
   unsigned long long start = (unsigned)__cvta_generic_to_shared(shared);
-  return (start & 0x3ffff) >> 4 | 512ull >> 4 << 16 | 128ull >> 4 << 32;
+  return (start & 0x3ffff) >> 4 | (unsigned long long)rows << 16 | 128ull >> 4 << 32;
+}
+
+// the one `bytes` further on, which only its lower half knows
+__device__ __forceinline__ Matrix matrix_behind(Matrix matrix, unsigned bytes) {
+  return matrix >> 32 << 32 | (unsigned)matrix + bytes / 16;
 }
 
 // d (64, 32) f32 = a (64, 32) * b (32, 32)^T, E4M3 numbers, by the four warps of a warp group; returns
@@ -70,6 +84,35 @@ __device__ __forceinline__ void start_product(float* d, const unsigned* a, Matri
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 
+// The same of whole numbers: d (64, 32) s32 += a u8 * b^T s8, exact.
+__device__ __forceinline__ void add_product_u8(int* d, const unsigned* a, Matrix b) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
+      "{%16, %17, %18, %19}, %20, add;\n}\n"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]),
+        "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]),
+        "+r"(d[14]), "+r"(d[15])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
+}
+
+// d (64, 64) s32 = a (64, 32) s8 * b (64, 32)^T s8, or += where `add` is 1
+__device__ __forceinline__ void start_product_s8(int* d, const unsigned* a, Matrix b, int add) {
+  asm volatile(
+      "{\n.reg .pred add;\nsetp.ne.b32 add, %37, 0;\n"
+      "wgmma.mma_async.sync.aligned.m64n64k32.s32.s8.s8 "
+      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15, %16, %17, "
+      "%18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31}, "
+      "{%32, %33, %34, %35}, %36, add;\n}\n"
+      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]),
+        "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]),
+        "+r"(d[14]), "+r"(d[15]), "+r"(d[16]), "+r"(d[17]), "+r"(d[18]), "+r"(d[19]), "+r"(d[20]),
+        "+r"(d[21]), "+r"(d[22]), "+r"(d[23]), "+r"(d[24]), "+r"(d[25]), "+r"(d[26]), "+r"(d[27]),
+        "+r"(d[28]), "+r"(d[29]), "+r"(d[30]), "+r"(d[31])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
+}
+
 // before the first product after registers or shared memory were written
 __device__ __forceinline__ void begin_products() {
   asm volatile("wgmma.fence.sync.aligned;" ::: "memory");
@@ -80,10 +123,24 @@ __device__ __forceinline__ void finish_products() {
   asm volatile("wgmma.commit_group.sync.aligned;\nwgmma.wait_group.sync.aligned 0;" ::: "memory");
 }
 
+// the same in two steps: end a group of products, wait until at most NEWEST groups are under way
+__device__ __forceinline__ void close_products() {
+  asm volatile("wgmma.commit_group.sync.aligned;" ::: "memory");
+}
+template <int NEWEST>
+__device__ __forceinline__ void await_products() {
+  asm volatile("wgmma.wait_group.sync.aligned %0;" ::"n"(NEWEST) : "memory");
+}
+
 // what products wrote is read from here on, and not earlier
 __device__ __forceinline__ void settle_product(float* d) {
 #pragma unroll
   for (int i = 0; i < 16; ++i) asm volatile("" : "+f"(d[i])::"memory");
+}
+template <int COUNT>
+__device__ __forceinline__ void settle_product(int (&d)[COUNT]) {
+#pragma unroll
+  for (int i = 0; i < COUNT; ++i) asm volatile("" : "+r"(d[i])::"memory");
 }
 
 // what this thread wrote into shared memory may be read by wgmma, after a barrier

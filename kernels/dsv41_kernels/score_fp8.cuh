@@ -145,12 +145,16 @@ __device__ __forceinline__ const Encoded* encode_query(const float* q, const flo
 // How v4 scores: a warp group together, each warp a tile of its own. A query that E4M3 does not hold is
 // scored like v1.
 struct OnFp8 {
+  static const bool PARTIAL = false;
   const float *q, *w;
   const Encoded* encoded;
   Query query;
-  __device__ OnFp8(const float* q, const float* w) : q(q), w(w), encoded(encode_query(q, w)) {
+  __device__ OnFp8(const float* q, const float* w) : q(q), w(w) {}
+  __device__ __forceinline__ void prepare() {
+    encoded = encode_query(q, w);
     load_weights(encoded->weights, query);
   }
+  __device__ static int place() { return threadIdx.x % 32; }
   __device__ __forceinline__ float tile_score(const unsigned char* records) const {
     int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
     if (encoded->inexact) return score_slowly(q, w, records + lane * RECORD_BYTES);

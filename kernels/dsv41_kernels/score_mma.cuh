@@ -62,8 +62,8 @@ __device__ __forceinline__ unsigned scale_pair(unsigned scales, int i) {
   return (scales >> 8 * i & 255) * 0x00800080u + 62 * 0x00800080u;
 }
 
-// dots of 16 keys and 32 heads -> scores of the keys in rows g and g + 8
-__device__ __forceinline__ float2 weigh_tile(const float (*dots)[4], const Query& query) {
+// dots of 16 keys and 32 heads -> sums over heads of the keys in rows g and g + 8
+__device__ __forceinline__ float2 add_heads(const float (*dots)[4], const Query& query) {
 #if BF16
   float sums[4] = {};
 #pragma unroll
@@ -76,7 +76,7 @@ __device__ __forceinline__ float2 weigh_tile(const float (*dots)[4], const Query
     }
     mma_bf16(sums, weighted, ONES, ONES);  // the layout of d is that of a
   }
-  return {bf16_nearest(sums[0]), bf16_nearest(sums[2])};
+  return {sums[0], sums[2]};
 #else
   float low = 0.f, high = 0.f;
 #pragma unroll
@@ -91,6 +91,12 @@ __device__ __forceinline__ float2 weigh_tile(const float (*dots)[4], const Query
   }
   return {low, high};
 #endif
+}
+
+// the same, rounded: their scores
+__device__ __forceinline__ float2 weigh_tile(const float (*dots)[4], const Query& query) {
+  float2 sums = add_heads(dots, query);
+  return {stored(sums.x), stored(sums.y)};
 }
 
 // tile: 32 records in shared memory -> the score of record `lane`. A lane reads rows 4 g .. 4 g + 3,
@@ -140,8 +146,12 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, Run run, Valid va
 
 // How v2 scores: one query in registers, made by each thread for itself.
 struct OnBf16 {
+  static const bool PARTIAL = false;
+  const float *q, *w;
   Query query;
-  __device__ OnBf16(const float* q, const float* w) : query(load_fragments(q, w)) {}
+  __device__ OnBf16(const float* q, const float* w) : q(q), w(w) {}
+  __device__ __forceinline__ void prepare() { query = load_fragments(q, w); }
+  __device__ static int place() { return threadIdx.x % 32; }
   __device__ __forceinline__ float tile_score(const unsigned char* records) const {
     return tile_score_bf16(records, query);
   }
@@ -150,22 +160,25 @@ struct OnBf16 {
 // the same where all of it exists and lies in a row
 __device__ __forceinline__ void copy_whole_tile(unsigned char* tile, const unsigned char* from) {
   int lane = threadIdx.x % 32;
-#pragma unroll
-  for (int i = 0; i < TILE_BYTES / 512; ++i)
-    copy_async(tile + 16 * lane + 512 * i, from + 16 * lane + 512 * i, 16);
-  const int DONE = TILE_BYTES / 512 * 512;
-  if (lane < (TILE_BYTES - DONE) / 16) copy_async(tile + DONE + 16 * lane, from + DONE + 16 * lane, 16);
+  tile += 16 * lane, from += 16 * lane;
+  copy_async_behind<0>(tile, from);
+  copy_async_behind<512>(tile, from);
+  copy_async_behind<1024>(tile, from);
+  copy_async_behind<1536>(tile, from);
+  if (lane < (TILE_BYTES - 2048) / 16) copy_async_behind<2048>(tile, from);
 }
 
-// A block of 8 warps scores `count` keys for the query q, w: take(i, score) for each. Every warp takes a tile of its own
-// in turn, with STAGES of them in flight in its part of `rings`; in the last turn some are empty. run(i)
-// is where record i lies, with the 7 behind it, or, `whole`, the 31 behind it.
+// A block of 8 warps scores `count` keys for the query q, w: take(i, score) for each. Every warp
+// takes a tile of its own in turn, with STAGES of them in flight in its part of `rings`; in the
+// last turn some are empty. run(i) is where record i lies, with the 7 behind it, or, `whole`, the
+// 31 behind it. A lane gets the score of record place() of a tile. Where a PARTIAL scorer has
+// `failed`, another one scores all of it again.
 const int STAGES = 4, WARPS = 8;
 
 template <class Scorer, class Run, class Take>
 __device__ __forceinline__ void stream_scores(unsigned char* rings, int count, const float* q,
                                               const float* w, bool whole, Run run, Take take) {
-  int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+  int warp = threadIdx.x / 32;
   unsigned char* ring = rings + warp * STAGES * TILE_BYTES;
   int turns = (count + WARPS * TILE - 1) / (WARPS * TILE);  // the same for all warps of a group
   auto start = [&](int turn) {
@@ -178,15 +191,19 @@ __device__ __forceinline__ void stream_scores(unsigned char* rings, int count, c
           [&](int i) { return (count - first - i * RUN) * RECORD_BYTES; });
     commit_copies();
   };
+  Scorer scorer(q, w);
   for (int turn = 0; turn < STAGES - 1; ++turn) start(turn);
-  Scorer scorer(q, w);  // while the first tiles are under way
+  scorer.prepare();  // while the first tiles are under way
   for (int turn = 0; turn < turns; ++turn) {
     wait_copies<STAGES - 2>();
     __syncwarp();  // copies of the other lanes, too; and nobody still reads the stage refilled now
     start(turn + STAGES - 1);
     float score = scorer.tile_score(ring + turn % STAGES * TILE_BYTES);
-    int i = (turn * WARPS + warp) * TILE + lane;
+    int i = (turn * WARPS + warp) * TILE + Scorer::place();
     if (i < count) take(i, score);
   }
+  if constexpr (Scorer::PARTIAL)
+    if (__syncthreads_or(scorer.failed))
+      stream_scores<typename Scorer::Otherwise>(rings, count, q, w, whole, run, take);
 }
 #endif

@@ -30,7 +30,7 @@ def cases(quick=False):
         work, shape = (68 * requests * seen, 8192 * requests * seen), f"B={requests}, {seen} keys"
         for pool, name in ((None, ""), ((8, 2048), ", pool")):
             arguments = q, w, entries, 512, pool, OFFICIAL
-            functions = {"v2": scoring("scores_v2"), "v3": scoring("scores_v3")}
+            functions = {f"v{n}": scoring(f"scores_v{n}") for n in (2, 3, 4)}
             if requests * seen < 1 << 20 and pool is None:
                 functions["cupy text"] = text.definition
             yield from of(shape + name, arguments, work, functions, "fp8")
@@ -74,7 +74,7 @@ def training(documents, length):
 
 
 def scoring(name):
-    """choose_anywhere by v2's way of scoring, bf16 products, or v3's, FP8 products."""
+    """choose_anywhere by bf16 products (v2), FP8 products (v3) or INT8 products (v4)."""
 
     def choose(q, w, entries, k, pool, numerics):
         known, longest = macros(q, numerics), int(entries.reach.max())

@@ -54,7 +54,7 @@ def choose_at_once(arrays, per_page, longest, k, pool, known, name):
     return chosen, blocks if budget else None
 
 
-def choose_from_scores(arrays, per_page, longest, k, pool, known, scoring="scores_v3"):
+def choose_from_scores(arrays, per_page, longest, k, pool, known, scoring="scores_v4"):
     """The same by a scoring launch and those of index_topk, for as many queries as fit at once."""
     q, w, keys, pages, *per_query = arrays
     longest = -(-longest // 8) * 8  # rows begin on 16 bytes and hold whole blocks of 8

@@ -9,7 +9,7 @@
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
 // build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
 // build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
-#include "score_fp8.cuh"
+#include "score_int8.cuh"
 #include "topk.cuh"
 
 // the newest block counts as +inf, others by the best of their visible entries
@@ -142,5 +142,13 @@ extern "C" __global__ void __launch_bounds__(256, 2)
               const long long* order, const long long* visible, float* scores, int width, int per_page,
               int longest, int chunk) {
   score_pages<OnFp8>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
+}
+
+// v4: the same by INT8 products of whole keys (score_int8.cuh).
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v4(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, float* scores, int width,
+              int per_page, int longest, int chunk) {
+  score_pages<OnInt8>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
 }
 #endif

@@ -25,7 +25,7 @@ def cases(quick=False):
         blocks = [np.sort(rng.permutation(seen // SIZE)[:BUDGET]) for _ in range(requests)]
         arguments = q, w, entries, cupy.asarray(np.stack(blocks)), SIZE, K, OFFICIAL
         listed = requests * BUDGET * SIZE
-        functions = {"v2": scoring("scores_v2"), "v3": scoring("scores_v3")}
+        functions = {f"v{n}": scoring(f"scores_v{n}") for n in (2, 3, 4)}
         functions["cupy text"] = text.definition
         if importlib.util.find_spec("torch"):
             functions["torch"] = in_torch(*arguments[:4])
@@ -71,7 +71,7 @@ CHECKS = {"torch": check_torch}
 
 
 def scoring(name):
-    """choose_in_pool by v2's way of scoring, bf16 products, or v3's, FP8 products."""
+    """choose_in_pool by bf16 products (v2), FP8 products (v3) or INT8 products (v4)."""
 
     def choose(q, w, entries, blocks, block_size, k, numerics):
         arrays = q, w, entries.keys, entries.pages, entries.order, entries.visible, blocks

@@ -45,7 +45,7 @@ def choose_v1(arrays, per_page, block_size, k, known):
     return chosen
 
 
-def choose_v2(arrays, per_page, k, known, scoring="scores_v3"):
+def choose_v2(arrays, per_page, k, known, scoring="scores_v4"):
     """The same in two launches, the first on tensor cores."""
     tokens, budget = arrays[-1].shape
     count = budget * RUN

@@ -10,7 +10,7 @@
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
 // build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
 // build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
-#include "score_fp8.cuh"
+#include "score_int8.cuh"
 #include "topk_ordered.cuh"
 
 // v1: one block of threads per query, one listed key per thread and turn.
@@ -80,7 +80,16 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                        chunk);
 }
 
-// both: the choice, from registers (topk_ordered.cuh)
+// v4: v2 by INT8 products of whole keys (score_int8.cuh).
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v4(const float* q, const float* w, const unsigned char* keys, const long long* pages,
+              const long long* order, const long long* visible, const long long* blocks,
+              float* listed, int width, int per_page, int budget, int chunk) {
+  score_blocks<OnInt8>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
+                       chunk);
+}
+
+// all: the choice, from registers (topk_ordered.cuh)
 extern "C" __global__ void __launch_bounds__(1024)
     settle_v3(const float* listed, const long long* blocks, long long* chosen, int k, int budget) {
   long long t = blockIdx.x;

@@ -7,7 +7,7 @@ from dsv41.quant import OFFICIAL
 
 from ..bench import Case
 from ..indexing_bench import FOUR_BIT, RECORD, check_scores, packed_keys, queries
-from .cupy_op import scores_v1, scores_v2, scores_v3, scores_v4
+from .cupy_op import scores_v1, scores_v2, scores_v3, scores_v4, scores_v5, scores_v6
 
 OP, TEXT_TOKENS = "index_scores", 512
 DECODE = [(32, 131_072, 100.0), (32, 524_288, 400.0), (1, 524_288, 15.0)]  # requests, keys, to beat
@@ -63,8 +63,8 @@ def in_torch(shape, q, w, keys):
 def versions(q, w, keys, numerics, small):
     """(name, function -> scores): what is made for the shape, and at small ones the slow ways."""
     known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": int(numerics.bf16)}
-    runs = {"v1": scores_v1, "v2": scores_v2, "v3": scores_v3, "v4": scores_v4}
-    for name in ("v3",) if keys.ndim == 2 else ("v2", "v4"):
+    runs = {"v2": scores_v2, "v3": scores_v3, "v4": scores_v4, "v5": scores_v5, "v6": scores_v6}
+    for name in ("v3", "v5") if keys.ndim == 2 else ("v2", "v4", "v6"):
         yield name, lambda run=runs[name]: run(known, q, w, keys)
     if small:
         yield "v1", lambda: scores_v1(known, q, w, keys)

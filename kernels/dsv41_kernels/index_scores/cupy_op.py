@@ -21,6 +21,7 @@ from ..launch import grid, kernel, launch
 THREADS = 128
 PREFILL = 16  # queries from which on it pays to unpack a key once for all
 BATCH, V3_KEYS, V3_THREADS, V3_BYTES = 8, 256, 512, 3 * 8 * (32 * 128 + 4 * 32)
+V5_BATCH, V5_STAGES = 8, 5  # queries that are fetched at once, and how often there is room for that
 
 
 def index_scores(q, w, keys, numerics):
@@ -32,9 +33,9 @@ def index_scores(q, w, keys, numerics):
     q, w = query_arrays(q, w)
     keys = key_array(keys, q.shape[2], numerics, ndim=3 if listed else 2)
     if on_tensor_cores(known) and not listed and tokens >= PREFILL:
-        return scores_v3(known, q, w, keys)
+        return scores_v5(known, q, w, keys)
     if on_tensor_cores(known) and not (listed and count % 4):  # lists begin on 16 bytes
-        return scores_v4(known, q, w, keys)
+        return scores_v6(known, q, w, keys)
     return scores_v1(known, q, w, keys)
 
 
@@ -76,6 +77,33 @@ def scores_v3(known, q, w, keys):
 def scores_v4(known, q, w, keys):
     """v2 by FP8 products."""
     return scores_v2(known, q, w, keys, "scores_v4")
+
+
+def scores_v5(known, q, w, keys):
+    """INT8 products of every query with every key; FP8 products where one does not fit."""
+    (*_, scores, _, _), tokens, count = _arguments(q, w, keys)
+    tiles, batches = -(-count // V3_KEYS), -(-tokens // V5_BATCH)
+    query_bytes = 32 * (128 + (2 if known["BF16"] else 4))
+    encoded = cupy.empty(batches * V5_BATCH * query_bytes, np.uint8)
+    odd = cupy.zeros(tokens + tiles, np.uint32)
+    odd_query, odd_tile = odd[:tokens], odd[tokens:]
+    run = kernel("index_scores", "encode_v5", **known)
+    launch(run, grid(w.size, 8), 256, (q, w, encoded, odd_query, np.int64(w.size)))
+    shared = V5_STAGES * V5_BATCH * query_bytes
+    run = kernel("index_scores", "scores_v5", shared=shared, **known)
+    share = V5_BATCH * max(8, -(-batches * tiles // (4 * BLOCKS)))  # queries of one block
+    sizes = np.int32(tokens), np.int64(count), np.int32(share)
+    blocks = tiles, -(-tokens // share)
+    launch(run, blocks, V3_THREADS, (encoded, keys, scores, odd_tile, *sizes), shared)
+    run = kernel("index_scores", "repair_v5", shared=RING_BYTES, **known)
+    arguments = (q, w, keys, odd_query, odd_tile, scores, np.int64(tokens), np.int64(count))
+    launch(run, BLOCKS if count else 0, 32 * WARPS, arguments, RING_BYTES)
+    return scores
+
+
+def scores_v6(known, q, w, keys):
+    """v4 by INT8 products."""
+    return scores_v2(known, q, w, keys, "scores_v6")
 
 
 def _arguments(q, w, keys):

@@ -6,7 +6,7 @@
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
 // build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
 // build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
-#include "score_fp8.cuh"
+#include "score_int8.cuh"
 
 // v1: one key per thread, one query per row of the grid.
 extern "C" __global__ void __launch_bounds__(128, 2)
@@ -136,5 +136,233 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v4(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {
   score_chunk<OnFp8>(q, w, keys, scores, count, keys_per_query, chunk);
+}
+
+// v5 is v3 by INT8 products of whole keys (score_int8.cuh): what scales and adds the four FP8
+// products was a third of its instructions. Two queries are the 64 columns of a product, and while
+// one pair is multiplied the last one's dots are weighed. Pairs with their weights come in the
+// background by bulk copies, which no thread has to address. On an H200, 8,192 queries of 65,536
+// keys: 4,423 us, v3 10,177. Products alone take 2,500 and all the rest alone 2,600; a
+// multiprocessor whose tensor cores are busy has a third of its integer instructions left.
+//
+// encode: queries as pairs (T / 2, PAIR_BYTES), with room for a whole stage at the end; odd (T),
+// zeros before, is 1 where one does not fit.
+const int WEIGHT_BYTES = (BF16 ? 2 : 4) * HEADS, PAIR_BYTES = 2 * (QUERY_BYTES + WEIGHT_BYTES);
+
+extern "C" __global__ void __launch_bounds__(256)
+    encode_v5(const float* q, const float* w, unsigned char* encoded, unsigned* odd,
+              long long heads) {
+  long long i = blockIdx.x * 8ll + threadIdx.x / 32, t = i / HEADS;  // a warp for each head
+  if (i >= heads) return;
+  int n = (int)(i % HEADS), lane = threadIdx.x % 32;
+  Head head = whole_head(((const float4*)(q + i * CHANNELS))[lane], w[i]);
+  unsigned char* pair = encoded + t / 2 * PAIR_BYTES;
+  *(unsigned*)(pair + number_place((int)(t % 2) * HEADS + n, 2 * HEADS)) = head.numbers;
+  if (lane) return;
+  if (!head.whole) odd[t] = 1;
+  // the weights of heads 8 n + 2 c, + 1 for lane c, in a row
+  int place = n % 8 / 2 * 8 + n / 8 * 2 + n % 2;
+  unsigned char* weights = pair + 2 * QUERY_BYTES + t % 2 * WEIGHT_BYTES;
+  if (BF16)
+    ((unsigned short*)weights)[place] = __float_as_uint(head.weight) >> 16;
+  else
+    ((float*)weights)[place] = head.weight;
+}
+
+__device__ __forceinline__ void load_pair_weights(const unsigned char* weights, Query& query) {
+  int c = threadIdx.x % 4;
+#if BF16
+  uint4 four = ((const uint4*)weights)[c];
+  query.weights[0] = four.x, query.weights[1] = four.y;
+  query.weights[2] = four.z, query.weights[3] = four.w;
+#else
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    float4 four = ((const float4*)weights)[2 * c + i];
+    query.exact_weights[2 * i] = {four.x, four.y};
+    query.exact_weights[2 * i + 1] = {four.z, four.w};
+  }
+#endif
+}
+
+const int V5_STAGES = 5, V5_KEYS = 256, V5_WARPS = V5_KEYS / 16;
+const int PAIRS = 4, STAGE_BYTES = PAIRS * PAIR_BYTES;
+
+__device__ __forceinline__ unsigned shared_at(const void* p) {
+  return (unsigned)__cvta_generic_to_shared(p);
+}
+
+// a stage of a ring: `full` when its bytes are there, `empty` when every warp is done with it
+struct Ring {
+  unsigned long long full[V5_STAGES], empty[V5_STAGES];
+};
+
+__device__ __forceinline__ void wait_for(const unsigned long long* barrier, int parity) {
+  asm volatile(
+      "{\n.reg .pred done;\nagain:\n"
+      "mbarrier.try_wait.parity.shared::cta.b64 done, [%0], %1;\n@!done bra again;\n}\n" ::"r"(
+          shared_at(barrier)),
+      "r"(parity)
+      : "memory");
+}
+
+// stage n of all, by one thread, once what was in its place is not needed any more
+__device__ __forceinline__ void fetch_stage(Ring& ring, unsigned char* buffers,
+                                            const unsigned char* from, int n) {
+  int s = n % V5_STAGES;
+  unsigned full = shared_at(ring.full + s), to = shared_at(buffers + s * STAGE_BYTES);
+  wait_for(ring.empty + s, n / V5_STAGES % 2 ^ 1);
+  asm volatile("mbarrier.arrive.expect_tx.shared::cta.b64 _, [%0], %1;" ::"r"(full),
+               "r"(STAGE_BYTES)
+               : "memory");
+  asm volatile(
+      "cp.async.bulk.shared::cluster.global.mbarrier::complete_tx::bytes [%0], [%1], %2, [%3];" ::
+          "r"(to), "l"(from + (long long)n * STAGE_BYTES), "r"(STAGE_BYTES), "r"(full)
+      : "memory");
+}
+
+// 16 keys of a warp: rows g and g + 8. A lane unpacks group c of both, and knows the factor of the
+// row whose scores it stores.
+struct WholeKeys {
+  unsigned codes[4][4];
+  float factor;
+  bool misfit;
+};
+
+__device__ __forceinline__ WholeKeys load_whole_keys(const unsigned* upper, const unsigned* lower) {
+  int c = threadIdx.x % 4;
+  WholeKeys keys = {};
+#pragma unroll
+  for (int i = 0; i < 2; ++i) {
+    const unsigned* row = i ? lower : upper;
+    Scales scales = read_scales(row[16]);
+    uint2 table = magnitudes(scales.shifts >> 8 * c);
+    keys.misfit |= scales.misfit != 0;
+    if (c % 2 == i) keys.factor = scales.factor;
+#pragma unroll
+    for (int word = 0; word < 4; ++word) {
+      unpack_int8(row[4 * c + word], table, keys.codes[word][i], keys.codes[word][2 + i]);
+      keys.codes[word][i] ^= 0x80808080u, keys.codes[word][2 + i] ^= 0x80808080u;
+    }
+  }
+  return keys;
+}
+
+__device__ __forceinline__ void start_pair(int* dots, const WholeKeys& keys, Matrix pair) {
+  begin_products();
+#pragma unroll
+  for (int i = 0; i < 4; ++i)
+    start_product_s8(dots, keys.codes[i], matrix_behind(pair, 2048 * i), i > 0);
+  close_products();
+}
+
+// products with a query -> sums over heads of the keys in rows g and g + 8
+__device__ __forceinline__ float2 add_products(const int* dots, const Query& query) {
+  float numbers[4][4];
+#pragma unroll
+  for (int i = 0; i < 16; ++i) numbers[i / 4][i % 4] = (float)dots[i];
+  return add_heads(numbers, query);
+}
+
+// One block: 256 keys, 64 for each of its 4 warp groups, and the queries of a range of `share`.
+// odd_tile (tiles), zeros before, is 1 where a key of a tile does not fit, and then none of it is
+// scored.
+extern "C" __global__ void __launch_bounds__(32 * V5_WARPS, 1)
+    scores_v5(const unsigned char* encoded, const unsigned char* keys, float* scores,
+              unsigned* odd_tile, int tokens, long long count, int share) {
+  extern __shared__ __align__(128) unsigned char buffers[];
+  __shared__ Ring ring;
+  int begin = blockIdx.y * share, left = min(tokens - begin, share);
+  int stages = (left + 2 * PAIRS - 1) / (2 * PAIRS);
+  int lane = threadIdx.x % 32, c = lane % 4;
+  long long row = (long long)blockIdx.x * V5_KEYS + threadIdx.x / 32 * 16 + lane / 4;
+  WholeKeys own = load_whole_keys((const unsigned*)(keys + min(row, count - 1) * RECORD_BYTES),
+                                  (const unsigned*)(keys + min(row + 8, count - 1) * RECORD_BYTES));
+  if (threadIdx.x < V5_STAGES) {
+    unsigned full = shared_at(ring.full + threadIdx.x), empty = shared_at(ring.empty + threadIdx.x);
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty), "n"(V5_WARPS));
+    asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
+  }
+  if (__syncthreads_or(own.misfit)) {
+    if (threadIdx.x == 0) odd_tile[blockIdx.x] = 1;
+    return;
+  }
+  encoded += (long long)(begin / 2) * PAIR_BYTES;
+  for (int n = 0; n < min(stages, V5_STAGES) && threadIdx.x == 0; ++n)
+    fetch_stage(ring, buffers, encoded, n);
+  long long key = row + c % 2 * 8;
+  float* out = scores + (long long)(begin + c / 2) * count + key;
+  left = key < count ? left - c / 2 : 0;
+  int dots[2][32];
+  Matrix first = matrix_at(buffers, 64);
+  for (int n = 0, s = 0, parity = 0; n < stages; ++n) {
+    const unsigned char* weights = buffers + s * STAGE_BYTES + 2 * QUERY_BYTES;
+    Matrix matrix = matrix_behind(first, s * STAGE_BYTES);
+    int refill = n - 2 + V5_STAGES;  // goes where no warp is any more, or only a slow one
+    if (threadIdx.x == 0 && n >= 2 && refill < stages) fetch_stage(ring, buffers, encoded, refill);
+    wait_for(ring.full + s, parity);
+    start_pair(dots[0], own, matrix);
+    start_pair(dots[1], own, matrix_behind(matrix, PAIR_BYTES));
+#pragma unroll
+    for (int i = 0; i < PAIRS; ++i) {
+      Query queries[2];
+#pragma unroll
+      for (int j = 0; j < 2; ++j)
+        load_pair_weights(weights + i * PAIR_BYTES + j * WEIGHT_BYTES, queries[j]);
+      i + 1 < PAIRS ? await_products<1>() : await_products<0>();
+      settle_product(dots[i % 2]);
+      float2 sums[2] = {add_products(dots[i % 2], queries[0]),
+                        add_products(dots[i % 2] + 16, queries[1])};
+      if (i + 2 < PAIRS) start_pair(dots[i % 2], own, matrix_behind(matrix, (i + 2) * PAIR_BYTES));
+      float2 mine = c / 2 ? sums[1] : sums[0];
+      float score = score_of_sum(c % 2 ? mine.y : mine.x, own.factor);
+      if (left > 0) *out = score;
+      out += 2 * count, left -= 2;
+    }
+    __syncwarp();
+    if (lane == 0)
+      asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(ring.empty + s))
+                   : "memory");
+    if (++s == V5_STAGES) s = 0, parity ^= 1;
+  }
+}
+
+// the queries and the tiles of keys that did not fit, as v4 scores them; no others are read
+extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
+    repair_v5(const float* q, const float* w, const unsigned char* keys, const unsigned* odd,
+              const unsigned* odd_tile, float* scores, long long tokens, long long count) {
+  extern __shared__ __align__(128) unsigned char buffers[];
+  long long share = (tokens + gridDim.x - 1) / gridDim.x, tiles = (count + V5_KEYS - 1) / V5_KEYS;
+  long long begin = blockIdx.x * share, end = min(tokens, begin + share);
+  unsigned any_query = 0, any_tile = 0;
+  for (long long t = begin + threadIdx.x; t < end; t += blockDim.x) any_query |= odd[t];
+  for (long long i = threadIdx.x; i < tiles; i += blockDim.x) any_tile |= odd_tile[i];
+  any_query = __syncthreads_or(any_query), any_tile = __syncthreads_or(any_tile);
+  if (!any_query && !any_tile) return;
+  for (long long t = begin; t < end; ++t) {
+    for (long long tile = 0; tile < tiles; ++tile) {
+      long long first = tile;
+      while (tile < tiles && (odd[t] || odd_tile[tile])) ++tile;
+      if (first == tile) continue;
+      int several = (int)min((tile - first) * V5_KEYS, count - first * V5_KEYS);
+      const unsigned char* from = keys + first * V5_KEYS * RECORD_BYTES;
+      float* out = scores + t * count + first * V5_KEYS;
+      stream_scores<OnFp8>(
+          buffers, several, q + t * HEADS * CHANNELS, w + t * HEADS, true,
+          [&](int i) { return from + i * RECORD_BYTES; },
+          [&](int i, float score) { out[i] = score; });
+      __syncthreads();  // the query's place in shared memory is free again
+    }
+  }
+}
+
+// v6 is v4 by the products of v5: unpacking takes twice the instructions, and those that scaled and
+// added groups are gone. A block with a key that does not fit scores all of its keys again as v4
+// does. On an H200, in the cases named at v4: 104.3, 373.3 and 18.2 us.
+extern "C" __global__ void __launch_bounds__(256, 2)
+    scores_v6(const float* q, const float* w, const unsigned char* keys, float* scores,
+              long long count, long long keys_per_query, long long chunk) {
+  score_chunk<OnInt8>(q, w, keys, scores, count, keys_per_query, chunk);
 }
 #endif
