@@ -1,9 +1,10 @@
 // The k best scores of each row; the definition is dsv41/indexer.py, the methods topk.cuh,
-// topk_long.cuh and topk_ordered.cuh.
+// topk_long.cuh, topk_ordered.cuh and topk_held.cuh.
 //
 // scores (T, N) f32, visible (T) i64 -> chosen (T, k) i64, ascending, -1 padded.
 #include "topk_long.cuh"
 #include "topk_ordered.cuh"
+#include "topk_held.cuh"
 
 // v1: one block of threads per row; the row's keys stay in shared memory. On an H200, 512 of 64 x
 // 16,384: 22 us, where an empty launch takes 4.
@@ -101,4 +102,39 @@ extern "C" __global__ void __launch_bounds__(1024)
   long long t = blockIdx.x, i = t * parts;
   SCORES(t);
   settle_parts(row, shown, k, found + i * limit, counts + i, parts, limit, chosen + t * k);
+}
+
+// v4: topk_held.cuh. A row of up to 16,384 scores stays where it is, in registers, until it is
+// known which are chosen: 5 meetings of the block instead of 12, and no list.
+extern "C" __global__ void __launch_bounds__(1024)
+    short_v4(const float* scores, const long long* visible, long long* chosen, long long count,
+             int per, int k) {
+  long long t = blockIdx.x;
+  SCORES(t);
+  choose_held(row, shown, k, chosen + t * k, [](unsigned i) { return (long long)i; });
+}
+
+// A row in as many parts as there are SMs at most: the last block that has filtered its part
+// settles the row, which saves v3's second launch; the survivors of all parts fit into its
+// registers.
+extern "C" __global__ void __launch_bounds__(512, 1)
+    parts_v4(const float* scores, const long long* visible, uint2* found, unsigned* counts,
+             unsigned* arrived, long long* chosen, long long count, int per, int k, int rank,
+             int length, int limit, int size) {
+  long long t = blockIdx.y, i = t * gridDim.x;
+  SCORES(t);
+  choose_part(row, shown, blockIdx.x, gridDim.x, length, k, rank, size, found + i * limit, limit,
+              counts + i, arrived + t, chosen + t * k);
+}
+
+// Behind filter_v3, where rows have more parts than that: settling in the same launch would take an
+// SM from the parts that wait for one.
+extern "C" __global__ void __launch_bounds__(1024)
+    settle_v4(const float* scores, const long long* visible, const uint2* found,
+              const unsigned* counts, long long* chosen, long long count, int per, int k, int parts,
+              int limit) {
+  long long t = blockIdx.x, i = t * parts;
+  SCORES(t);
+  settle_held(row, shown, k, MOST_LISTED, found + i * limit, counts + i, parts, limit,
+              chosen + t * k);
 }
