@@ -62,7 +62,7 @@ def choose_in_parts(scores, visible, k, per, parts, length, version="v4"):
     blocks, most = (parts, rows if k else 0), 8 * (SPAN + MOST_CHOSEN)
     if version == "v4" and rows * parts <= processors():
         run = kernel("index_topk", "parts_v4", shared=most)
-        arrays = scores, visible, found, counts, arrivals(rows), chosen
+        arrays = scores, visible, found, counts, arrivals(), chosen
         launch(run, blocks, 512, (*arrays, *sizes), 8 * size)
         return chosen
     run = kernel("index_topk", "filter_v3", shared=most)
@@ -77,14 +77,13 @@ def choose_in_parts(scores, visible, k, per, parts, length, version="v4"):
 _arrivals = {}
 
 
-def arrivals(rows):
-    """A counter for each row, 0 between launches, as each launch brings it back there; arrays a
-    device, stream and size.
+def arrivals():
+    """Counters for rows, 0 between launches, as each launch brings them back there; an array a
+    device and stream.
     """
-    size = max(1024, 1 << (rows - 1).bit_length())
-    key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr, size
+    key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
     if key not in _arrivals:
-        _arrivals[key] = cupy.zeros(size, np.uint32)
+        _arrivals[key] = cupy.zeros(processors(), np.uint32)
     return _arrivals[key]
 
 

@@ -34,13 +34,6 @@ __device__ __forceinline__ float saturated(float x, float scale, float more) {  
   return out;
 }
 
-// bits 0, 1, 2, .. to bits 0, 2, 4, ..
-__device__ __forceinline__ unsigned spread(unsigned x) {
-  x = (x | x << 8) & 0x00ff00ffu, x = (x | x << 4) & 0x0f0f0f0fu;
-  x = (x | x << 2) & 0x33333333u;
-  return (x | x << 1) & 0x55555555u;
-}
-
 // scores: PER (8 or 16) of each thread, those of warp w are the numbers from 32 * PER * w on, and
 // 128 neighbours are what it holds in 4 registers. ALL: there are k at least, all worth counting,
 // and minus infinity stands for none. Marks of register i are bits 2 * i.
@@ -293,17 +286,18 @@ __device__ __forceinline__ void choose_held(Source row, Visible visible, int k, 
 // What most lists have is on its way before anyone knows how long they are.
 __device__ __forceinline__ bool collect_parts(List& list, Chooser& chooser, const uint2* found,
                                               const unsigned* counts, int parts, int limit, int k) {
-  const int AHEAD = 8;  // times 64 entries of a warp's lists
+  const int AHEAD = 8, MANY = 48;  // so often so many entries of a warp's lists
   unsigned lane = threadIdx.x % 32, warps = blockDim.x / 32;
   unsigned each = (parts + warps - 1) / warps, begin = threadIdx.x / 32 * each;  // lists of a warp
-  unsigned turns = max(1u, AHEAD / each);                                       // of a list
+  unsigned turns = max(1u, AHEAD / each);  // of a list
   uint4 first[AHEAD];
   unsigned mine = lane < each && begin + lane < parts ? __ldcg(counts + begin + lane) : 0u, all;
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) {
     unsigned part = i / turns;
-    const uint2* from = found + (long long)(begin + part) * limit + i % turns * 64;
-    if (part < each && begin + part < parts) first[i] = __ldcg((const uint4*)from + lane);
+    const uint2* from = found + (long long)(begin + part) * limit + i % turns * MANY;
+    if (part < each && begin + part < parts && 2 * lane < MANY)
+      first[i] = __ldcg((const uint4*)from + lane);
   }
   unsigned start = chooser.before(mine & ~GUESSED, all);
   int guessed = __syncthreads_or(mine & GUESSED);
@@ -311,16 +305,19 @@ __device__ __forceinline__ bool collect_parts(List& list, Chooser& chooser, cons
   list.used = all, mine &= ~GUESSED;
 #pragma unroll
   for (int i = 0; i < AHEAD; ++i) {
-    unsigned part = min(i / turns, 31u), at = i % turns * 64 + 2 * lane;
+    unsigned part = min(i / turns, 31u), at = i % turns * MANY + 2 * lane;
     uint2* to = list.at + __shfl_sync(~0u, start, part) + at;
-    unsigned count = part < each ? __shfl_sync(~0u, mine, part) : 0u;
+    unsigned count = __shfl_sync(~0u, mine, part);
+    if (part >= each || 2 * lane >= MANY) continue;
     if (at < count) to[0] = make_uint2(first[i].x, first[i].y);
     if (at + 1 < count) to[1] = make_uint2(first[i].z, first[i].w);
   }
-  for (int part = 0; part < each; ++part) {
+  unsigned done = (lane + 1) * turns <= AHEAD ? MANY * turns : 0;  // of the lane's list
+  for (unsigned rest = __ballot_sync(~0u, mine > done); rest; rest &= rest - 1) {
+    int part = __ffs(rest) - 1;
     uint2* to = list.at + __shfl_sync(~0u, start, part);
     unsigned count = __shfl_sync(~0u, mine, part);
-    for (unsigned i = lane + (part * turns < AHEAD ? 64 * turns : 0); i < count; i += 32)
+    for (unsigned i = lane + __shfl_sync(~0u, done, part); i < count; i += 32)
       to[i] = __ldcg(found + (long long)(begin + part) * limit + i);
   }
   __syncthreads();
@@ -355,6 +352,16 @@ __device__ __forceinline__ void settle_held(Row row, Visible visible, int k, int
   write_chosen(list, chooser, k, out);
 }
 
+// Counts to `last` and begins again at 0. Who has counted sees what all wrote who counted before.
+__device__ __forceinline__ unsigned count_around(unsigned* counter, unsigned last) {
+  unsigned before;
+  asm volatile("atom.acq_rel.gpu.global.inc.u32 %0, [%1], %2;"
+               : "=r"(before)
+               : "l"(counter), "r"(last)
+               : "memory");
+  return before;
+}
+
 // A part of a row as filter_part has it; the last block of the row that gets so far settles it.
 // arrived: how many have got so far, 0 before and after.
 template <class Visible>
@@ -366,11 +373,7 @@ __device__ __forceinline__ void choose_part(Row row, Visible visible, int part, 
   filter_part(row, visible, part, length, k, rank, size, found + (long long)part * limit, limit,
               counts + part);
   __syncthreads();
-  if (threadIdx.x == 0) {
-    __threadfence();
-    last = atomicInc(arrived, parts - 1) == parts - 1;  // which also begins again at 0
-    __threadfence();
-  }
+  if (threadIdx.x == 0) last = count_around(arrived, parts - 1) == parts - 1;
   __syncthreads();
   if (last) settle_held(row, visible, k, size, found, counts, parts, limit, out);
 }
