@@ -243,10 +243,12 @@ def test_topk_of_long_rows(cupy, count, k):
 
 TOPK_VERSIONS = {
     "v2": lambda o, *a: o.choose_long("index_topk", a[:2], a[0].shape[1], a[2]),
-    "short": lambda o, *a: o.choose_short(*a),
+    "short v3": lambda o, *a: o.choose_short(*a, version="v3"),
+    "short v4": lambda o, *a: o.choose_short(*a),
     "long": lambda o, *a: o.choose_long(*a),
     "2 parts": lambda o, *a: o.choose_rows(*a, parts=2),
     "9 parts": lambda o, *a: o.choose_rows(*a, parts=9),
+    "9 parts v3": lambda o, *a: o.choose_rows(*a, parts=9, version="v3"),
     "256 parts": lambda o, *a: o.choose_rows(*a, parts=256),
 }
 SHORT_SIZES = [(16_384, 512), (16_384, 3000), (5001, 1)]
@@ -467,11 +469,11 @@ def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa:
     assert index_topk(long, seen, 7).shape == (1, 7)
     assert candidate_blocks(long, seen, 8, 9).shape == (1, 9)
     assert [name for _, name, *_ in fake_cuda] == [
-        *("scores_v4", "blocks_v1", "short_v3"),
+        *("scores_v4", "blocks_v1", "short_v4"),
         *("scores_v4", "settle_v3"),
         *("scores_v6", "encode_v5", "scores_v5", "repair_v5"),
-        *("filter_v3", "settle_v3"),
-        *("maxima_v2", "filter_v3", "settle_v3"),
+        "parts_v4",
+        *("maxima_v2", "parts_v4"),
     ]
 
 

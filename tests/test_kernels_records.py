@@ -261,12 +261,13 @@ def test_rmsnorm_with_cast(cupy, channels, dtype):
     x, weight = rows_for_norm(70, channels, dtype)
     moved, scale = cupy.asarray(x), cupy.asarray(weight)
     found = {}
-    for version in ("v1", "v2", "v3"):
+    for version in ("v1", "v2", "v3", "v4"):
         out = cupy.zeros((70, ACTIVATION_FP8.record_bytes(channels)), np.uint8)
         launch_rmsnorm(moved, scale, out, cupy.zeros(1, np.uint64), 1e-6, version)
         assert_casts_nearly(out.get(), x, weight, 1e-6)
         found[version] = out
-    assert_same("v3 = v2", found["v3"], found["v2"])
+    for version in ("v3", "v4"):
+        assert_same(f"{version} = v2", found[version], found["v2"])
     whole = rmsnorm_fp8(moved, scale, 1e-6, OFFICIAL)
     assert_same("alone", rmsnorm_fp8(moved[:1], scale, 1e-6, OFFICIAL), whole[:1])
     many = cupy.asarray(np.concatenate([x] * 20))  # so many that blocks take several rows
@@ -314,7 +315,7 @@ def test_a_wrapper_launches_once_over_all_pieces(fake_cuda, fmt, channels):
     assert len(fake_cuda) == 4
 
 
-@pytest.mark.parametrize(("rows", "version", "blocks"), [(396, "v2", 396), (397, "v3", 396)])
+@pytest.mark.parametrize(("rows", "version", "blocks"), [(396, "v2", 396), (397, "v4", 396)])
 def test_rmsnorm_with_cast_takes_several_rows_a_block_where_there_are_many(
     fake_cuda, rows, version, blocks
 ):

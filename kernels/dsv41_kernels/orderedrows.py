@@ -1,4 +1,4 @@
-"""The launches that choose from rows of scores of any length (topk_ordered.cuh)."""
+"""The launches that choose from rows of scores of any length (topk_ordered.cuh, topk_held.cuh)."""
 
 import functools
 
@@ -14,27 +14,28 @@ MOST_CHOSEN = 4096  # from longer rows
 LONG_PART = 16  # spans of a block from which on a single wave of blocks is slow
 
 
-def choose_rows(scores, visible, k, per=1, parts=None):
+def choose_rows(scores, visible, k, per=1, parts=None, version="v4"):
     """The k best of each row (T, N) f32, of the first ceil(visible / per) -> (T, k) int64.
 
     k is at most MOST_CHOSEN where rows are longer than SHORT.
     """
     rows, count = scores.shape
     if count <= SHORT:
-        return choose_short(scores, visible, k, per)
+        return choose_short(scores, visible, k, per, version)
     parts, length = split(rows, count, parts)
     if parts == 1:
         return choose_long(scores, visible, k, per)
-    return choose_in_parts(scores, visible, k, per, parts, length)
+    return choose_in_parts(scores, visible, k, per, parts, length, version)
 
 
-def choose_short(scores, visible, k, per=1):
+def choose_short(scores, visible, k, per=1, version="v4"):
     """One launch, rows in registers."""
     rows, count = scores.shape
     chosen = cupy.empty((rows, k), np.int64)
-    run = kernel("index_topk", "short_v3", shared=8 * SHORT)
-    sizes = np.int64(count), np.int32(per), np.int32(k)
-    launch(run, rows if k else 0, threads(count), (scores, visible, chosen, *sizes), 8 * count)
+    shared = 8 * SHORT if version == "v3" else 0
+    arguments = scores, visible, chosen, np.int64(count), np.int32(per), np.int32(k)
+    run = kernel("index_topk", f"short_{version}", shared=shared)
+    launch(run, rows if k else 0, threads(count), arguments, shared and 8 * count)
     return chosen
 
 
@@ -48,30 +49,50 @@ def choose_long(scores, visible, k, per=1):
     return chosen
 
 
-def choose_in_parts(scores, visible, k, per, parts, length):
-    """Two launches, each row by `parts` blocks and one more."""
+def choose_in_parts(scores, visible, k, per, parts, length, version="v4"):
+    """Each row by `parts` blocks, of which the last to finish settles the row; in v3, and where
+    there are more blocks than SMs, a second launch settles.
+    """
     rows, count = scores.shape
     size, limit = SPAN + k, max(2 * k, 512)
     chosen = cupy.empty((rows, k), np.int64)
     found = cupy.empty((rows, parts, limit), np.uint64)
     counts = cupy.empty((rows, parts), np.uint32)
-    run = kernel("index_topk", "filter_v3", shared=8 * (SPAN + MOST_CHOSEN))
     sizes = np.int64(count), *map(np.int32, (per, k, rank(k, count), length, limit, size))
-    blocks = (parts, rows if k else 0)
+    blocks, most = (parts, rows if k else 0), 8 * (SPAN + MOST_CHOSEN)
+    if version == "v4" and rows * parts <= processors():
+        run = kernel("index_topk", "parts_v4", shared=most)
+        arrays = scores, visible, found, counts, arrivals(), chosen
+        launch(run, blocks, 512, (*arrays, *sizes), 8 * size)
+        return chosen
+    run = kernel("index_topk", "filter_v3", shared=most)
     launch(run, blocks, 512, (scores, visible, found, counts, *sizes), 8 * size)
-    run = kernel("index_topk", "settle_v3", shared=8 * MOST_LISTED)
+    run = kernel("index_topk", f"settle_{version}", shared=8 * MOST_LISTED)
     arrays = scores, visible, found, counts, chosen
     sizes = *sizes[:3], np.int32(parts), np.int32(limit)
     launch(run, rows if k else 0, 1024, (*arrays, *sizes), 8 * MOST_LISTED)
     return chosen
 
 
+_arrivals = {}
+
+
+def arrivals():
+    """Counters for rows, 0 between launches, as each launch brings them back there; an array a
+    device and stream.
+    """
+    key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
+    if key not in _arrivals:
+        _arrivals[key] = cupy.zeros(processors(), np.uint32)
+    return _arrivals[key]
+
+
 def rank(k, count):
     """How many of a sample of SPAN scores surely reach what the k-th best of all reaches: the share
-    that is to be expected, six deviations and some more.
+    that is to be expected, five deviations and some more.
     """
     share = k * SPAN / count
-    return int(share + 6 * share**0.5 + 8)
+    return int(share + 5 * share**0.5 + 6)
 
 
 def threads(count):

@@ -55,7 +55,7 @@ def choose_v2(arrays, per_page, k, known, scoring="scores_v4"):
     run = kernel("choose_in_pool", scoring, shared=RING_BYTES, **known)
     parts = tokens * -(-count // chunk)
     launch(run, parts, 32 * WARPS, (*arrays, listed, *map(np.int32, sizes)), RING_BYTES)
-    run = kernel("choose_in_pool", "settle_v3", shared=8 * SHORT, **known)
+    run = kernel("choose_in_pool", "settle_v3", **known)
     arguments = (listed, arrays[-1], chosen, np.int32(k), np.int32(budget))
-    launch(run, tokens if k else 0, threads(count), arguments, 8 * count)
+    launch(run, tokens if k else 0, threads(count), arguments)
     return chosen

@@ -5,13 +5,13 @@
 // order (T) i64, visible (T) i64, blocks (T, budget) i64 ascending, -1 padded -> chosen (T, k) i64.
 // Entry i of a query's list is i % size of its block i / size. Scores as in score.cuh (v1) or
 // score_mma.cuh (v2), choice as in topk.cuh (v1), where the budget * size keys of one query stay in
-// shared memory, or topk_ordered.cuh.
+// shared memory, or topk_held.cuh.
 // build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
 // build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
 // build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
 #include "score_int8.cuh"
-#include "topk_ordered.cuh"
+#include "topk_held.cuh"
 
 // v1: one block of threads per query, one listed key per thread and turn.
 extern "C" __global__ void __launch_bounds__(128, 2)
@@ -89,14 +89,14 @@ extern "C" __global__ void __launch_bounds__(256, 2)
                        chunk);
 }
 
-// all: the choice, from registers (topk_ordered.cuh)
+// all: the choice, from registers (topk_held.cuh)
 extern "C" __global__ void __launch_bounds__(1024)
     settle_v3(const float* listed, const long long* blocks, long long* chosen, int k, int budget) {
   long long t = blockIdx.x;
   int count = budget * RUN;
   const long long* mine = blocks + t * budget;
-  choose_short(
-      Row(listed + t * count, count), [&] { return (long long)count; }, k, count, chosen + t * k,
+  choose_held(
+      Row(listed + t * count, count), [&] { return (long long)count; }, k, chosen + t * k,
       [&](unsigned i) { return mine[i / RUN] * RUN + i % RUN; });
 }
 #endif

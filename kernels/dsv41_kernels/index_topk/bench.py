@@ -14,11 +14,12 @@ from ..orderedrows import choose_rows
 from .cupy_op import topk_v1
 
 OP, K = "index_topk", 512
+QUICK = [(4, 1 << 17, None), (20, 1 << 17, None), (4, 16_384, None)]
 SHAPES = [(32, 1 << 20, 55.0), (1, 1 << 20, 13.0), (64, 16_384, 7.0)]  # rows, scores, to beat
 
 
 def cases(quick=False):
-    for rows, count, target in [(4, 1 << 17, None), (4, 16_384, None)] if quick else SHAPES:
+    for rows, count, target in QUICK if quick else SHAPES:
         scores, visible = float_rows(rows, count), cupy.full(rows, count, np.int64)
         for name, call in versions(scores, visible):
             yield Case(
@@ -37,7 +38,8 @@ def versions(scores, visible):
     if count <= 16_384:
         yield "v1", lambda: topk_v1(scores, visible, K)
     yield "v2", lambda: choose_long(OP, (scores, visible), count, K)
-    yield "v3", lambda: choose_rows(scores, visible, K)
+    yield "v3", lambda: choose_rows(scores, visible, K, version="v3")
+    yield "v4", lambda: choose_rows(scores, visible, K)
     yield "cupy text", lambda: text.definition(scores, visible, K)
     if importlib.util.find_spec("torch"):
         yield "torch", torch_topk(scores)

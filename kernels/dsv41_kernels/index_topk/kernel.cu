@@ -1,9 +1,10 @@
 // The k best scores of each row; the definition is dsv41/indexer.py, the methods topk.cuh,
-// topk_long.cuh and topk_ordered.cuh.
+// topk_long.cuh, topk_ordered.cuh and topk_held.cuh.
 //
 // scores (T, N) f32, visible (T) i64 -> chosen (T, k) i64, ascending, -1 padded.
 #include "topk_long.cuh"
 #include "topk_ordered.cuh"
+#include "topk_held.cuh"
 
 // v1: one block of threads per row; the row's keys stay in shared memory. On an H200, 512 of 64 x
 // 16,384: 22 us, where an empty launch takes 4.
@@ -52,9 +53,9 @@ extern "C" __global__ void __launch_bounds__(LONG_THREADS)
 }
 
 // v3: topk_ordered.cuh. A row of up to 16,384 scores is read once, into registers, and the 700 that
-// survive are looked at a second time; v1 reads all from shared memory six times. On an H200, 512 of
-// 64 x 16,384: 10.0 us (a trial with half the threads, 32 scores each: 9.9); of 32 x 2^20: 48.2; of 1 x 2^20:
-// 16.0.
+// survive are looked at a second time; v1 reads all from shared memory six times. On an H200, 512
+// of 64 x 16,384: 9.9 us (a trial with half the threads, 32 scores each: the same); of 32 x 2^20:
+// 46.8; of 1 x 2^20: 14.7.
 // Only the first ceil(visible / per) scores of a row are eligible.
 #define SCORES(t)                               \
   Row row(scores + (t) * count, count);         \
@@ -101,4 +102,41 @@ extern "C" __global__ void __launch_bounds__(1024)
   long long t = blockIdx.x, i = t * parts;
   SCORES(t);
   settle_parts(row, shown, k, found + i * limit, counts + i, parts, limit, chosen + t * k);
+}
+
+// v4: topk_held.cuh. A row of up to 16,384 scores stays where it is, in registers, until it is
+// known which are chosen: 5 meetings of the block instead of 12, and no list. On an H200, 512 of
+// 64 x 16,384: 8.2 us, of which loads and the launch are 5.2. A trial with two blocks a row in a
+// cluster, which add up each other's counters, took 9.0.
+extern "C" __global__ void __launch_bounds__(1024)
+    short_v4(const float* scores, const long long* visible, long long* chosen, long long count,
+             int per, int k) {
+  long long t = blockIdx.x;
+  SCORES(t);
+  choose_held(row, shown, k, chosen + t * k, [](unsigned i) { return (long long)i; });
+}
+
+// A row in as many parts as there are SMs at most: the last block that has filtered its part
+// settles the row, which saves v3's second launch; the survivors of all parts fit into its
+// registers. Of 1 x 2^20: 13.6 us, of which 7.2 until the part is filtered.
+extern "C" __global__ void __launch_bounds__(512, 1)
+    parts_v4(const float* scores, const long long* visible, uint2* found, unsigned* counts,
+             unsigned* arrived, long long* chosen, long long count, int per, int k, int rank,
+             int length, int limit, int size) {
+  long long t = blockIdx.y, i = t * gridDim.x;
+  SCORES(t);
+  choose_part(row, shown, blockIdx.x, gridDim.x, length, k, rank, size, found + i * limit, limit,
+              counts + i, arrived + t, chosen + t * k);
+}
+
+// Behind filter_v3, where rows have more parts than that. Of 32 x 2^20: 46.3 us; settled in the
+// same launch, which takes an SM from the parts that wait for one, 50.7.
+extern "C" __global__ void __launch_bounds__(1024)
+    settle_v4(const float* scores, const long long* visible, const uint2* found,
+              const unsigned* counts, long long* chosen, long long count, int per, int k, int parts,
+              int limit) {
+  long long t = blockIdx.x, i = t * parts;
+  SCORES(t);
+  settle_held(row, shown, k, MOST_LISTED, found + i * limit, counts + i, parts, limit,
+              chosen + t * k);
 }

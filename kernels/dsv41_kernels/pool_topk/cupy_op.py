@@ -22,8 +22,7 @@ def pool_topk(scores, entries, visible, k):
     arguments = (scores, entries, visible, chosen, np.int32(count), np.int32(k))
     blocks = tokens if k else 0
     if count <= SHORT:
-        run = kernel("pool_topk", "topk_v2", shared=8 * SHORT)
-        launch(run, blocks, threads(count), arguments, 8 * count)
+        launch(kernel("pool_topk", "topk_v2"), blocks, threads(count), arguments)
     else:
         run = kernel("pool_topk", "topk_v1", shared=SHARED_BYTES)
         launch(run, blocks, THREADS, arguments, 4 * count)

@@ -1,9 +1,9 @@
 // The k best entries of each query's own list; the definition is dsv41/indexer.py, the methods
-// topk.cuh and topk_ordered.cuh.
+// topk.cuh and topk_held.cuh.
 //
 // scores (T, P) f32 of the entries (T, P) i64, ascending with -1 among them, visible (T) i64
 // -> chosen (T, k) i64 entry numbers, ascending, -1 padded.
-#include "topk_ordered.cuh"
+#include "topk_held.cuh"
 
 // v1: one block of threads per row; the list's keys stay in shared memory.
 extern "C" __global__ void __launch_bounds__(256)
@@ -40,7 +40,7 @@ extern "C" __global__ void __launch_bounds__(1024)
             int count, int k) {
   long long t = blockIdx.x;
   const long long* mine = entries + t * count;
-  choose_short(
-      Listed(scores + t * count, mine, visible[t], count), [&] { return (long long)count; }, k, count,
+  choose_held(
+      Listed(scores + t * count, mine, visible[t], count), [&] { return (long long)count; }, k,
       chosen + t * k, [&](unsigned i) { return mine[i]; });
 }

@@ -11,7 +11,7 @@ from ..errors import bad_values
 from ..launch import kernel, launch, processors
 from ..records import BF16, describe
 
-RESIDENT = 3  # v3's blocks per SM: as many as its registers let stay there
+RESIDENT = 3  # v3's and v4's blocks per SM: as many as its registers let stay there
 WIDEST = 16 * 1024  # channels: 16 a thread
 
 
@@ -36,9 +36,9 @@ def supported(x, numerics):
 def best(rows):
     """The version for so many rows; all of these have the same bits, so the number may choose.
 
-    A block of v3 works on many rows, while the next ones come; where there is one a block, v2.
+    A block of v4 works on many rows, while the next ones come; where there is one a block, v2.
     """
-    return "v2" if rows <= RESIDENT * processors() else "v3"
+    return "v2" if rows <= RESIDENT * processors() else "v4"
 
 
 def launch_rmsnorm(x, weight, records, word, eps, version=None):
@@ -51,6 +51,7 @@ def launch_rmsnorm(x, weight, records, word, eps, version=None):
         "v1": (rows, 256),
         "v2": (rows, wide),
         "v3": (min(rows, RESIDENT * processors()), wide),
+        "v4": (min(rows, RESIDENT * processors()), wide),
     }[version]
     run = kernel("rmsnorm_fp8", f"rmsnorm_fp8_{version}", CHANNELS=channels, BF16=int(bf16))
     launch(run, count, threads, (x, weight, records, word, np.int64(rows), np.float32(eps)))
