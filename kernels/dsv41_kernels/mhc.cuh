@@ -58,6 +58,15 @@ __device__ __forceinline__ void softmax_rows(float (&b)[S][S]) {
   }
 }
 
+// The sum of a line of k diag(other), behind `sum`.
+template <bool columns>
+__device__ __forceinline__ float line_sum(const float (&k)[S][S], const float (&other)[S], int line,
+                                          float sum) {
+#pragma unroll
+  for (int at = 0; at < S; ++at) sum += (columns ? k[at][line] : k[line][at]) * other[at];
+  return sum;
+}
+
 // One normalisation of the lines of b = diag(row) k diag(column): `mine` is scaled so that every
 // line sums to 1 - eps / sum. trap: the definition divides the matrix itself, pass after pass; here
 // k stays as it is and only 2 S factors change, which is 24 operations a pass instead of 44, and
@@ -66,28 +75,24 @@ __device__ __forceinline__ void softmax_rows(float (&b)[S][S]) {
 template <bool columns>
 __device__ __forceinline__ void scale_lines(const float (&k)[S][S], float (&mine)[S],
                                             float (&inverse)[S], const float (&other)[S],
-                                            float (&factor)[S], float eps) {
+                                            float eps) {
 #pragma unroll
   for (int line = 0; line < S; ++line) {
-    float sum = eps * inverse[line];
-#pragma unroll
-    for (int at = 0; at < S; ++at) sum += (columns ? k[at][line] : k[line][at]) * other[at];
-    mine[line] = rcp_approx(sum);
-    factor[line] = mine[line] * inverse[line];
-    inverse[line] = sum;
+    inverse[line] = line_sum<columns>(k, other, line, eps * inverse[line]);
+    mine[line] = rcp_approx(inverse[line]);
   }
 }
 
 // All passes: row and column, which begin as ones, hold the scaling in the end.
 __device__ __forceinline__ void sinkhorn_scales(const float (&k)[S][S], float (&row)[S],
                                                 float (&column)[S], int iterations, float eps) {
-  float row_inverse[S], column_inverse[S], factor[S];
+  float row_inverse[S], column_inverse[S];
 #pragma unroll
   for (int i = 0; i < S; ++i) row[i] = column[i] = row_inverse[i] = column_inverse[i] = 1.f;
-  scale_lines<true>(k, column, column_inverse, row, factor, eps);
+  scale_lines<true>(k, column, column_inverse, row, eps);
   for (int pass = 1; pass < iterations; ++pass) {
-    scale_lines<false>(k, row, row_inverse, column, factor, eps);
-    scale_lines<true>(k, column, column_inverse, row, factor, eps);
+    scale_lines<false>(k, row, row_inverse, column, eps);
+    scale_lines<true>(k, column, column_inverse, row, eps);
   }
 }
 
@@ -134,6 +139,18 @@ __device__ __forceinline__ void mixing_sets(float* u, const float* base, const f
 }
 
 #ifdef PASSES  // = 2 * iterations - 1
+// scale_lines with what its gradient needs: by how much every line was scaled.
+template <bool columns>
+__device__ __forceinline__ void scale_lines_by(const float (&k)[S][S], float (&mine)[S],
+                                               const float (&other)[S], float (&factor)[S],
+                                               float eps) {
+#pragma unroll
+  for (int line = 0; line < S; ++line) {
+    factor[line] = rcp_approx(line_sum<columns>(k, other, line, 0.f) * mine[line] + eps);
+    mine[line] *= factor[line];
+  }
+}
+
 // b = diag(row) k diag(column) came from lines divided by their sums: d -> (d - d . b) * factor.
 template <bool columns>
 __device__ __forceinline__ void undo_pass(float (&d)[S][S], const float (&k)[S][S],
@@ -160,17 +177,16 @@ __device__ __forceinline__ void undo_pass(float (&d)[S][S], const float (&k)[S][
 __device__ __forceinline__ void sinkhorn_gradient(float (&d)[S][S], float (&soft)[S][S],
                                                   float eps) {
   float k[S][S], row[S], column[S], factor[PASSES][S], scaled[PASSES + 2][S];
-  float row_inverse[S], column_inverse[S];
   softmax_rows(soft);
 #pragma unroll
   for (int i = 0; i < S; ++i) {
-    row[i] = column[i] = row_inverse[i] = column_inverse[i] = scaled[0][i] = scaled[1][i] = 1.f;
+    row[i] = column[i] = scaled[0][i] = scaled[1][i] = 1.f;
 #pragma unroll
     for (int j = 0; j < S; ++j) k[i][j] = soft[i][j] + eps;
   }
   for (int pass = 0; pass < PASSES; ++pass) {  // even passes normalise columns, odd ones rows
-    if (pass % 2) scale_lines<false>(k, row, row_inverse, column, factor[pass], eps);
-    else scale_lines<true>(k, column, column_inverse, row, factor[pass], eps);
+    if (pass % 2) scale_lines_by<false>(k, row, column, factor[pass], eps);
+    else scale_lines_by<true>(k, column, row, factor[pass], eps);
 #pragma unroll
     for (int i = 0; i < S; ++i) scaled[pass + 2][i] = pass % 2 ? row[i] : column[i];
   }
