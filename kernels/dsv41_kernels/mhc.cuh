@@ -58,46 +58,53 @@ __device__ __forceinline__ void softmax_rows(float (&b)[S][S]) {
   }
 }
 
+// The sum of a line of k diag(other), behind `sum`.
+template <bool columns>
+__device__ __forceinline__ float line_sum(const float (&k)[S][S], const float (&other)[S], int line,
+                                          float sum) {
+#pragma unroll
+  for (int at = 0; at < S; ++at) sum += (columns ? k[at][line] : k[line][at]) * other[at];
+  return sum;
+}
+
 // One normalisation of the lines of b = diag(row) k diag(column): `mine` is scaled so that every
 // line sums to 1 - eps / sum. trap: the definition divides the matrix itself, pass after pass; here
-// k stays as it is and only 2 S factors change, which is 28 operations a pass instead of 44, and
-// rounding errors of a pass are divided out by the next one instead of adding up.
+// k stays as it is and only 2 S factors change, which is 24 operations a pass instead of 44, and
+// rounding errors of a pass are divided out by the next one instead of adding up. With `inverse` =
+// 1 / mine the new factor, mine / (sum mine + eps), is 1 / (sum + eps inverse).
 template <bool columns>
 __device__ __forceinline__ void scale_lines(const float (&k)[S][S], float (&mine)[S],
-                                            const float (&other)[S], float (&factor)[S],
+                                            float (&inverse)[S], const float (&other)[S],
                                             float eps) {
 #pragma unroll
   for (int line = 0; line < S; ++line) {
-    float sum = 0.f;
-#pragma unroll
-    for (int at = 0; at < S; ++at) sum += (columns ? k[at][line] : k[line][at]) * other[at];
-    factor[line] = rcp_approx(sum * mine[line] + eps);
-    mine[line] *= factor[line];
+    inverse[line] = line_sum<columns>(k, other, line, eps * inverse[line]);
+    mine[line] = rcp_approx(inverse[line]);
   }
 }
 
-// All passes: row and column hold the scaling in the end.
+// All passes: row and column, which begin as ones, hold the scaling in the end.
 __device__ __forceinline__ void sinkhorn_scales(const float (&k)[S][S], float (&row)[S],
-                                                float (&column)[S], float (&factor)[S],
-                                                int iterations, float eps) {
-  scale_lines<true>(k, column, row, factor, eps);
+                                                float (&column)[S], int iterations, float eps) {
+  float row_inverse[S], column_inverse[S];
+#pragma unroll
+  for (int i = 0; i < S; ++i) row[i] = column[i] = row_inverse[i] = column_inverse[i] = 1.f;
+  scale_lines<true>(k, column, column_inverse, row, eps);
   for (int pass = 1; pass < iterations; ++pass) {
-    scale_lines<false>(k, row, column, factor, eps);
-    scale_lines<true>(k, column, row, factor, eps);
+    scale_lines<false>(k, row, row_inverse, column, eps);
+    scale_lines<true>(k, column, column_inverse, row, eps);
   }
 }
 
 // logits in b -> the nearly doubly stochastic matrix in b, after `iterations` passes each way.
 __device__ __forceinline__ void sinkhorn_matrix(float (&b)[S][S], int iterations, float eps) {
-  float row[S], column[S], factor[S];
+  float row[S], column[S];
   softmax_rows(b);
 #pragma unroll
-  for (int i = 0; i < S; ++i) {
-    row[i] = column[i] = 1.f;
+  for (int i = 0; i < S; ++i)
 #pragma unroll
     for (int j = 0; j < S; ++j) b[i][j] += eps;
-  }
-  sinkhorn_scales(b, row, column, factor, iterations, eps);
+  sinkhorn_scales(b, row, column, iterations, eps);
 #pragma unroll
   for (int i = 0; i < S; ++i)
 #pragma unroll
@@ -132,6 +139,18 @@ __device__ __forceinline__ void mixing_sets(float* u, const float* base, const f
 }
 
 #ifdef PASSES  // = 2 * iterations - 1
+// scale_lines with what its gradient needs: by how much every line was scaled.
+template <bool columns>
+__device__ __forceinline__ void scale_lines_by(const float (&k)[S][S], float (&mine)[S],
+                                               const float (&other)[S], float (&factor)[S],
+                                               float eps) {
+#pragma unroll
+  for (int line = 0; line < S; ++line) {
+    factor[line] = rcp_approx(line_sum<columns>(k, other, line, 0.f) * mine[line] + eps);
+    mine[line] *= factor[line];
+  }
+}
+
 // b = diag(row) k diag(column) came from lines divided by their sums: d -> (d - d . b) * factor.
 template <bool columns>
 __device__ __forceinline__ void undo_pass(float (&d)[S][S], const float (&k)[S][S],
@@ -166,8 +185,8 @@ __device__ __forceinline__ void sinkhorn_gradient(float (&d)[S][S], float (&soft
     for (int j = 0; j < S; ++j) k[i][j] = soft[i][j] + eps;
   }
   for (int pass = 0; pass < PASSES; ++pass) {  // even passes normalise columns, odd ones rows
-    if (pass % 2) scale_lines<false>(k, row, column, factor[pass], eps);
-    else scale_lines<true>(k, column, row, factor[pass], eps);
+    if (pass % 2) scale_lines_by<false>(k, row, column, factor[pass], eps);
+    else scale_lines_by<true>(k, column, row, factor[pass], eps);
 #pragma unroll
     for (int i = 0; i < S; ++i) scaled[pass + 2][i] = pass % 2 ? row[i] : column[i];
   }

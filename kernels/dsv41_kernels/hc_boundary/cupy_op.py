@@ -16,9 +16,9 @@ from ..launch import grid, kernel
 
 PIECE, SUMS, TOKENS = 512, 32, 16  # of hc_coefficients/kernel.cu
 ROWS, THREADS = 4, 256  # of kernel.cu
-TILE, RING, STAGES = 16, 5, 2  # of one_pass.cuh
+TILE, RING, STAGES = 16, 6, 2  # of one_pass.cuh
 UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory, split into bf16
-UNIT_NUMBERS = 4 * 3 * 2 * 32 * 16  # and as float32
+PLACES, RECORD, PENDING = 16 * (24 + 2), 24 + 4, 16  # of one_pass.cuh, in numbers
 VERSIONS = ("v1", "v2", "v3", "v4")
 NAMES = ("streams", "y", "pre", "post", "comb", "fn", "base", "scale", "norm")
 
@@ -170,17 +170,18 @@ def _v4(old, new, out, config, macros, fp8):
 
 def _thin(arguments, tokens, count, halves, config, macros):
     tiles = -(-tokens // TILE)
-    shared = count * (UNIT_BYTES + UNIT_NUMBERS + 4 * (16 * (SUMS + 1 + 4 * 8) + 32)) + 4 * 20
+    stage = 2 * 5 * 8 * 32 * arguments[0].itemsize
+    shared = count * (UNIT_BYTES + stage + 4 * (16 * RECORD + PLACES + 32)) + 4 * (2 * 16 + 4)
     arguments = (*arguments, *inbox(halves), np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "thin", shared=shared, **macros)
-    return run, (tiles * halves,), (32 * (2 * count + 1),), arguments, shared
+    return run, (tiles * halves,), (32 * (3 * count + 1),), arguments, shared
 
 
 def _wide(arguments, tokens, count, halves, config, macros):
     sets, tiles = sets_of(arguments[0]), -(-tokens // TILE)
     teams = min(-(-tiles // sets), processors() // halves)
-    desk = STAGES * 5 * 16 * 32 * (count | 1) * arguments[0].itemsize
-    desk += 4 * (count * 16 * (SUMS + 1) + 2 * 4 * 16 * 8 + 2 * 16 + 16 + 4)
+    desk = count * (STAGES * 5 * 16 * 32 * arguments[0].itemsize + 4 * PLACES)
+    desk += 4 * (2 * 16 * RECORD + 4 * 16 + PENDING * 16) + 7 * 8 + 8
     shared = count * (UNIT_BYTES + 4 * 32) + sets * desk
     scratch = inbox(halves, RING, sets)
     arguments = (*arguments, *scratch, np.int64(tokens), *_settings(config))
@@ -203,6 +204,6 @@ def inbox(halves, ring=1, sets=1):
     """
     key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr, halves, ring, sets
     if key not in _inboxes:
-        words = cupy.zeros(processors() * ring * sets * 16 * (SUMS + 1), cupy.uint64)
+        words = cupy.zeros(processors() * ring * sets * PLACES, cupy.uint64)
         _inboxes[key] = words, cupy.zeros(2 * processors() * sets, cupy.uint32)
     return _inboxes[key]
