@@ -108,9 +108,10 @@ __device__ void turn_pair(float& real, float& imag, float2 angle) {  // as the t
   real = __fsub_rn(__fmul_rn(x, angle.x), __fmul_rn(y, angle.y));
   imag = __fadd_rn(__fmul_rn(x, angle.y), __fmul_rn(y, angle.x));
 }
-// cos and sin of t f, the product rounded to float32, by Taylor's series within an eighth of a turn.
-// Angles are large: position times up to 1. CUDA's sincosf takes a slow path from 105,615 on, some
-// thousand clocks for a warp; in float64 two steps take whole quarters off an angle below 2^50.
+
+// cos and sin of t f, the product rounded to float32, by Taylor's series within an eighth of a
+// turn. Angles are large: position times up to 1. CUDA's sincosf takes a slow path from 105,615 on,
+// thousands of clocks for a warp; in float64 two steps take the quarters off an angle below 2^50.
 __device__ float2 angle_of(long long position, float freq, bool back) {
   const double angle = __fmul_rn((float)position, freq), to_integer = 0x1.8p52;
   const double shifted = fma(angle, 0x1.45f306dc9c883p-1, to_integer);
