@@ -1,9 +1,9 @@
 // v5 `cluster`, see kernel.cu. Heads do not see one another, so a token is four clusters, of 16
 // heads and 16 blocks each:
 //
-//   scorers   bytes of a chunk | scores, decoding on the way | maxima, weights | sums
-//   helpers   q                | bytes of some channels of all records, decoded | products
-//   clerk     angles           |                 | shrinking of sums            | norms
+//   scorers   bytes of a chunk  | scores, decoding on the way | maxima | weights | sums
+//   helpers   q                 | some channels of all records, decoded  | their products
+//   clerk     angles            |                             | decays           | norms
 //
 // Block r scores chunk r; the last VALUE_BLOCKS blocks add up values, of 512 / VALUE_BLOCKS
 // channels each. Nothing that is a sum in v4 is divided, and products follow one another as there,
@@ -11,11 +11,13 @@
 // a barrier counts the bytes: maxima to all, weights and sums to those that add up values.
 //
 // With few tokens all is latency: of trips to memory, of products that wait for one another, of
-// instructions that are fetched to run once. So the work is spread until one chunk is left, loops
-// stay rolled, and products are those of a warp, which waits for no other: the tensor core gives
-// them the bits of a warpgroup's. A lane decodes the pairs that the tensor core wants from it.
-// A block sends 17 bytes a clock and takes 32 KB of weights to 16 others; with eight that add up
-// values it is half, but 16 leave room for two blocks an SM, which is for two tokens and more.
+// instructions that are fetched to run once. So the work is spread until a block has one chunk,
+// loops stay rolled, and products are those of a warp, which waits for no other (on an H200 they
+// have the bits of a warpgroup's). A lane decodes the pairs that the tensor core wants from it.
+//
+// A block was seen to send 17 bytes a clock, and a chunk's weights for all others are 32 KB. Eight
+// blocks that add up values halve that, for one token; 16 leave room for two blocks in an SM, for
+// more of them.
 
 #ifndef VALUE_BLOCKS
 #define VALUE_BLOCKS 16
@@ -62,7 +64,7 @@ __device__ void wait_cluster() {
   asm volatile("barrier.cluster.wait.acquire.aligned;" ::: "memory");
 }
 
-// Once so many bytes have been sent, `await` returns.
+// `await` returns once so many bytes have arrived.
 __device__ void expect(const unsigned long long& barrier, int bytes) {
   asm volatile(
       "mbarrier.init.shared::cta.b64 [%0], 1;"
@@ -104,7 +106,7 @@ struct Peer {
         "r"(__float_as_uint(x)), "r"(at(&barrier))
         : "memory");
   }
-  // `bytes` from here, in the background, to the same place as `to`.
+  // In the background, and from shared memory of this block: it must not end before.
   __device__ void copy(const void* to, const void* from, int bytes,
                        const unsigned long long& barrier) const {
     asm volatile(
@@ -114,6 +116,9 @@ struct Peer {
         : "memory");
   }
 };
+
+// The first of 64 columns of 8 channels in which something turns.
+__device__ int first_turned(int pairs) { return (C / 2 - pairs) / 4; }
 
 // One of a warp's eight records; four lanes share it.
 struct Scored {
@@ -129,10 +134,17 @@ struct Scored {
     bytes = desk.records[threadIdx.x / 4];
     const unsigned char* record = recent ? lists.near : lists.far;
     if (real) record += row * (recent ? NEAR_BYTES : FAR_BYTES);
-    const int pieces = (recent ? NEAR_BYTES : FAR_BYTES) / 16;
-#pragma unroll 1
-    for (int i = threadIdx.x % 4; i < pieces; i += 4)
-      copy_16(bytes + 16 * i, record + 16 * i, real);
+    // all lanes take a record after the other: few lines of memory at once, which is what costs
+    const int lane = threadIdx.x % 32, kinds = recent + 2 * real;
+#pragma unroll 4
+    for (int i = 0; i < TILE; ++i) {
+      const int kind = __shfl_sync(~0u, kinds, 4 * i);
+      const unsigned char* from = reinterpret_cast<const unsigned char*>(
+          __shfl_sync(~0u, reinterpret_cast<unsigned long long>(record), 4 * i));
+      if (kind % 2 || lane < FAR_BYTES / 16)
+        copy_16(desk.records[threadIdx.x / 32 * TILE + i] + 16 * lane, from + 16 * lane, kind > 1);
+    }
+    if (recent && lane % 4 == 0) copy_16(bytes + C, record + C, real);  // scales, behind 32 lanes'
   }
 
   // Scales become factors of pairs: behind the record, one for 32 channels or for 16.
@@ -155,9 +167,10 @@ struct Scored {
     __syncwarp();
   }
 
-  // s (heads g and g + 8, records 2 t and 2 t + 1 of the warp's eight).
-  __device__ void score(float* s, const char* queries, int turned) const {
+  // s of heads g and g + 8, records 2 t and 2 t + 1 of the warp's eight.
+  __device__ void score(float* s, const char* queries, int pairs) const {
     const unsigned near = __ballot_sync(~0u, recent);
+    const int unturned = first_turned(pairs), turned = unturned < C / 8 ? unturned / 4 : -1;
     if (near == 0)
       score_some<false, true>(s, queries, turned);
     else if (near == ~0u)
@@ -166,6 +179,7 @@ struct Scored {
       score_some<true, true>(s, queries, turned);
   }
 
+  // Columns of 32 channels from `turned` on are there when ROTATED opens.
   template <bool NEARS, bool FARS>
   __device__ void score_some(float* s, const char* queries, int turned) const {
     const bool near = NEARS && (!FARS || recent);
@@ -312,7 +326,8 @@ struct Added {
 };
 
 // q of the cluster's heads; the columns that turn come last, when their angles are there.
-__device__ void load_some_queries(Desk& desk, const float* q, int unturned, int pairs) {
+__device__ void load_some_queries(Desk& desk, const float* q, int pairs) {
+  const int unturned = first_turned(pairs);
   constexpr int ROUNDS = TEAM_HEADS * (C / 8) / HELPERS;
   const int helper = threadIdx.x - SCORERS, column = helper % (C / 8), head = helper / (C / 8);
   const float4* from = reinterpret_cast<const float4*>(q + head * C + 8 * column);
@@ -346,7 +361,7 @@ __device__ void load_some_queries(Desk& desk, const float* q, int unturned, int 
 
 // The scorers: chunk `rank` of the token.
 __device__ void score_chunk_of(Desk& desk, const Lists& lists, long long token, int chunks,
-                               int rank, int unturned) {
+                               int rank, int pairs) {
   const int thread = threadIdx.x, lane = thread % 32, g = lane / 4, t = lane % 4;
   const int tile = thread / 32;
   const Scored record(desk, lists, token, rank * CHUNK + tile * TILE + g);
@@ -355,7 +370,7 @@ __device__ void score_chunk_of(Desk& desk, const Lists& lists, long long token, 
   record.make_factors();
   meet(LOADED, SCORERS + HELPERS);
   float s[4] = {};
-  record.score(s, desk.queries, unturned < C / 8 ? unturned / 4 : -1);
+  record.score(s, desk.queries, pairs);
   if (!(real & 1)) s[0] = s[2] = minus_infinity();
   if (!(real & 16)) s[1] = s[3] = minus_infinity();
 #pragma unroll
@@ -425,7 +440,7 @@ __device__ void keep_books(Desk& desk, const long long* position, const float* f
     if (i + 32 < pairs) freq = freqs[i + 32];
   }
   __syncwarp();
-  if (scores && (C / 2 - pairs) / 4 < C / 8) arrive(COMPUTED, HELPERS + 32);
+  if (scores && first_turned(pairs) < C / 8) arrive(COMPUTED, HELPERS + 32);
   wait_cluster();
   if (!adds) return;
   await(desk.arrivals[TOPS]);
@@ -465,7 +480,6 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(CLUS
   const int first_head = blockIdx.x / BLOCKS % TEAMS * TEAM_HEADS;
   const long long token = blockIdx.x / (BLOCKS * TEAMS);
   const long long begin = (token * ALL_HEADS + first_head) * C;  // of the heads in q and out
-  const int unturned = (C / 2 - pairs) / 4;                      // columns of 8 channels
   const bool scores = rank < chunks, adds = rank >= FIRST_ADDER;
 
   if (threadIdx.x >= SCORERS + HELPERS) {
@@ -474,7 +488,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(CLUS
   }
   if (threadIdx.x < SCORERS) {
     if (scores)
-      score_chunk_of(desk, lists, token, chunks, rank, unturned);
+      score_chunk_of(desk, lists, token, chunks, rank, pairs);
     else
       arrive_cluster(), wait_cluster();
     if (threadIdx.x >= 32) return;
@@ -497,7 +511,7 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(CLUS
 #pragma unroll 1
     for (int place = helper; place < chunks * CHUNK; place += HELPERS)
       Valued(desk, place, UNITS - 1).list(lists, token, place);
-  if (scores) load_some_queries(desk, q + begin, unturned, pairs);
+  if (scores) load_some_queries(desk, q + begin, pairs);
   if (adds) {
     wait_for_copies();
 #pragma unroll 1

@@ -26,8 +26,7 @@
 //
 // v4 `pipeline`: decoding beside the products instead of between them, see pipeline.cuh.
 //
-// v5 `cluster`: v4's sums, spread over clusters of 64 blocks for calls of few tokens, see
-// cluster.cuh.
+// v5 `cluster`: v4's sums, spread over 64 blocks for calls of few tokens, see cluster.cuh.
 //
 // v6 `relay`: v4's sums, two warpgroups that score in turn, see relay.cuh. It takes two or four
 // blocks per token where that many fit (SPLIT), and v5 is left to calls of very few tokens.
