@@ -50,7 +50,7 @@ def test_warpgroup_products_run_unhindered():
     if not nvrtc.available():
         pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
     builds = [b for b in launch.builds("rope_sparse_attn") if "HEADS" not in b[1]]
-    assert len(builds) == 3
+    assert len(builds) == 4
     for arch, macros in builds:
         options = (*launch.options(arch, macros), f"-arch={arch}")
         log = nvrtc.compile_source(launch.source("rope_sparse_attn"), options)
@@ -73,10 +73,10 @@ def test_v3_spreads_heads_while_tokens_are_few(fake_cuda, monkeypatch, tokens, b
 @pytest.mark.parametrize(
     "tokens, width, launched",
     [
-        (1, 512, ("cluster", (8,), (512,))),
-        (14, 640, ("cluster", (112,), (512,))),
-        (15, 640, ("relay", (60,), (512,))),
-        (14, 641, ("relay", (56,), (512,))),
+        (1, 512, ("cluster", (64,), (544,))),
+        (7, 640, ("cluster", (448,), (544,))),
+        (8, 640, ("relay", (32,), (512,))),
+        (7, 641, ("relay", (28,), (512,))),
         (33, 512, ("relay", (132,), (512,))),
         (34, 512, ("relay", (68,), (384,))),
         (67, 641, ("relay", (67,), (384,))),
@@ -154,7 +154,8 @@ def versions():
         "v3, 64 heads a block": lambda *a: tiles(*a, heads=64),
         "v3, 16 heads a block": lambda *a: tiles(*a, heads=16),
         "v4": pipeline,
-        "v5": cluster,
+        "v5, 8 blocks add values": lambda *a: cluster(*a, adders=8),
+        "v5, 16 blocks add values": lambda *a: cluster(*a, adders=16),
         "v6": lambda *a: relay(*a, split=1),
         "v6, 2 blocks a token": lambda *a: relay(*a, split=2),
         "v6, 4 blocks a token": lambda *a: relay(*a, split=4),

@@ -19,6 +19,8 @@ from pathlib import Path
 THREADS = 256
 HERE = Path(__file__).parent
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel gets without asking
+PORTABLE_CLUSTER = 8  # blocks of a cluster that it gets without asking
+LARGE_CLUSTERS_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 used = set()  # (op, name) of all kernels that this process has asked for
 
 _INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
@@ -70,15 +72,20 @@ def module(op, arch=None, **macros):
 
 
 @functools.cache
-def kernel(op, name, shared=0, arch=None, **macros):
+def kernel(op, name, shared=0, arch=None, cluster=1, **macros):
     """The compiled kernel `name` of <op>/kernel.cu, with -D macros.
 
-    `shared` is the most dynamic shared memory that a launch will ask for, in bytes.
+    `shared` is the most dynamic shared memory that a launch will ask for, in bytes; `cluster` how
+    many blocks its clusters have.
     """
     used.add((op, name))
     found = module(op, arch, **macros).get_function(name)
     if shared > STATIC_SHARED:
         found.max_dynamic_shared_size_bytes = shared
+    if cluster > PORTABLE_CLUSTER:
+        import cupy
+
+        cupy.cuda.driver.funcSetAttribute(found.kernel.ptr, LARGE_CLUSTERS_ALLOWED, 1)
     return found
 
 

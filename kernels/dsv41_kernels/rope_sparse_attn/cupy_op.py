@@ -11,7 +11,8 @@ from ..sparse_attn.cupy_op import choose
 
 HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v6 are made
 MOST_ROWS = 768  # of a token in v5
-CLUSTER = 9  # SMs counted for a cluster of 8 blocks: it lies in one GPC, whose rest is lost
+CLUSTER = 9  # SMs counted for a cluster of v5: 16 in one GPC hold two, and its rest is lost
+DESK_BYTES = 62_720  # as cluster.cuh asserts
 
 
 def rope_sparse_attn(
@@ -55,15 +56,19 @@ def pipeline(q, *rest):
     return out
 
 
-def cluster(q, *rest):
-    """v5, eight blocks per token; for lists of up to 768 rows."""
+def cluster(q, *rest, adders=None):
+    """v5, four clusters of 16 blocks per token, for lists of up to 768 rows.
+
+    `adders` of the 16 add up values: 8 for one token, else 16, of which two share a multiprocessor.
+    """
     call = Call(q, *rest)
-    chunks, out = -(-call.width // 64), cupy.empty_like(call.q)
-    notes = cupy.empty((call.tokens, chunks, 64 * 4 + 256 * 4 + 64 * 128), np.uint8)
-    function = kernel("rope_sparse_attn", "cluster", shared=SHARED_BYTES, **call.macros)
-    shared = cluster_bytes(call.width, call.pairs)
+    adders = adders or (8 if call.tokens == 1 else 16)
+    out = cupy.empty_like(call.q)
+    macros = call.macros | ({"VALUE_BLOCKS": adders} if adders != 16 else {})
+    function = kernel("rope_sparse_attn", "cluster", shared=SHARED_BYTES, cluster=16, **macros)
+    shared = cluster_bytes(call.width, adders)
     with call.errors() as bad:
-        launch(function, 8 * call.tokens, 512, (*call.arguments(), bad, out, notes), shared)
+        launch(function, 64 * call.tokens, 544, (*call.arguments(), bad, out), shared)
     return out
 
 
@@ -81,14 +86,14 @@ def relay(q, *rest, split=None):
 
 
 def fastest(q, positions, freqs, window, window_rows, *rest):
-    """v5 while all its clusters run at once, v6 beyond, v4 for lists too wide for it: same bits.
+    """v5 while its clusters run in two rounds, v6 beyond, v4 for lists too wide for it: same bits.
 
-    One token takes 23.7 us of an H200 in v5 and 28.6 in v6; 32 of them 62.4 and 29.7, since 15
-    clusters run at once.
+    One token takes 10.9 us of an H200 in v5, three take 15.5, four 21.6 and eight 31.5; v6 takes
+    28.7 for one and 29.1 for eight.
     """
     width = window_rows.shape[-1] + rest[1].shape[-1]
     version = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
-    if width <= MOST_ROWS and CLUSTER * len(q) <= processors():
+    if width <= MOST_ROWS and 4 * len(q) * CLUSTER <= 2 * processors():
         version = cluster
     return version(q, positions, freqs, window, window_rows, *rest)
 
@@ -115,7 +120,7 @@ def relay_bytes(width, pairs):
     return queries + keys + weights + 8 * pairs + 8 * padded + padded // 8
 
 
-def cluster_bytes(width, pairs):
-    """What a block of `cluster` keeps in shared memory, as laid out at its top."""
-    chunks = -(-width // 64)
-    return 3 * 1024 * 64 + 12 * 1280 + 8 * pairs + 8 * 64 * chunks + 8 * chunks
+def cluster_bytes(width, adders):
+    """What a block of `cluster` keeps in shared memory: a Desk, and values of its channels."""
+    chunks = max(1, -(-width // 64))
+    return DESK_BYTES + 64 * chunks * 1024 // adders

@@ -26,7 +26,7 @@
 //
 // v4 `pipeline`: decoding beside the products instead of between them, see pipeline.cuh.
 //
-// v5 `cluster`: v4's sums, spread over eight blocks for calls of few tokens, see cluster.cuh.
+// v5 `cluster`: v4's sums, spread over 64 blocks for calls of few tokens, see cluster.cuh.
 //
 // v6 `relay`: v4's sums, two warpgroups that score in turn, see relay.cuh. It takes two or four
 // blocks per token where that many fit (SPLIT), and v5 is left to calls of very few tokens.
@@ -37,10 +37,11 @@
 //   v1           447  1,444  5,127 19,808
 //   v3            46     46     75    284   4,327
 //   v4            50     56     54    202   2,899
-//   v5            24     62
+//   v5            11
 //   v6            29     30     42    161   2,299
 
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1
+// build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 VALUE_BLOCKS=8
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 SPLIT=2
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 SPLIT=4
 // build: C=512 NEAR=1 FAR=2 BF16=1 HEADS=64
