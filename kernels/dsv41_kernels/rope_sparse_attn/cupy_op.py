@@ -9,7 +9,7 @@ from ..attention import FORMATS, SHARED_BYTES, Call
 from ..launch import kernel, launch, processors
 from ..sparse_attn.cupy_op import choose
 
-HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v6 are made
+HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v7 are made
 MOST_ROWS = 768  # of a token in v5
 CLUSTER = 9  # SMs counted for a cluster of 8 blocks: it lies in one GPC, whose rest is lost
 
@@ -80,14 +80,32 @@ def relay(q, *rest, split=None):
     return out
 
 
+def resident(q, *rest):
+    """v7, a block per multiprocessor that takes one token after the other."""
+    call = Call(q, *rest)
+    out = cupy.empty_like(call.q)
+    function = kernel("rope_sparse_attn", "resident", shared=SHARED_BYTES, **call.macros)
+    # trap: with fewer than three chunks a token, makers would be two tokens ahead
+    blocks = min(call.tokens, processors()) if call.width > 128 else call.tokens
+    shared = resident_bytes(call.width, call.pairs)
+    with call.errors() as bad:
+        arguments = *call.arguments(), bad, out, np.int32(call.tokens)
+        launch(function, blocks, 512, arguments, shared)
+    return out
+
+
 def fastest(q, positions, freqs, window, window_rows, *rest):
-    """v5 while all its clusters run at once, v6 beyond, v4 for lists too wide for it: same bits.
+    """v5 while all its clusters run at once, v6 while two of its blocks a token do, v7 beyond, and
+    what its shared memory allows for lists too wide for that: same bits.
 
     One token takes 23.7 us of an H200 in v5 and 28.6 in v6; 32 of them 62.4 and 29.7, since 15
     clusters run at once.
     """
     width = window_rows.shape[-1] + rest[1].shape[-1]
-    version = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
+    few = 2 * len(q) <= processors()
+    version = relay if few else resident
+    if resident_bytes(width, CHANNELS // 2) > SHARED_BYTES:
+        version = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
     if width <= MOST_ROWS and CLUSTER * len(q) <= processors():
         version = cluster
     return version(q, positions, freqs, window, window_rows, *rest)
@@ -113,6 +131,13 @@ def relay_bytes(width, pairs):
     padded = 64 * -(-width // 64)
     queries, keys, weights = 1024 * 64, 2 * 1024 * 64, 2 * 1024 * 11
     return queries + keys + weights + 8 * pairs + 8 * padded + padded // 8
+
+
+def resident_bytes(width, pairs):
+    """What a block of `resident` keeps in shared memory, as laid out at its top."""
+    padded = 64 * -(-width // 64)
+    queries, keys, weights, flags, sinks = 1024 * 64, 2 * 1024 * 64, 2 * 1024 * 11, 8, 64 * 4
+    return queries + keys + weights + flags + sinks + 16 * pairs + 8 * padded + padded // 4
 
 
 def cluster_bytes(width, pairs):
