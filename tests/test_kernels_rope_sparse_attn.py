@@ -55,9 +55,11 @@ def test_warpgroup_products_run_unhindered():
         options = (*launch.options(arch, macros), f"-arch={arch}")
         log = nvrtc.compile_source(launch.source("rope_sparse_attn"), options)
         assert "serialized" not in log and "injected" not in log, macros
-        # what v6's groups hand to each other adds up to this, or they would wait for ever
+        # what v6's and v7's groups hand to each other adds up to this, or they would wait for ever
         started_with = {k.name: k.registers for k in nvrtc.read_log(log)}["relay"]
         assert started_with == (128 if macros.get("SPLIT") == "4" else 168)
+        resident = [k.registers for k in nvrtc.read_log(log) if k.name == "resident"]
+        assert resident == ([] if "SPLIT" in macros else [128])
 
 
 @pytest.mark.parametrize("tokens, blocks", [(1, 4), (65, 260), (66, 66), (100, 100)])
@@ -79,7 +81,9 @@ def test_v3_spreads_heads_while_tokens_are_few(fake_cuda, monkeypatch, tokens, b
         (7, 641, ("relay", (28,), (512,))),
         (33, 512, ("relay", (132,), (512,))),
         (34, 512, ("relay", (68,), (384,))),
-        (67, 641, ("relay", (67,), (384,))),
+        (66, 512, ("relay", (132,), (384,))),
+        (67, 641, ("resident", (67,), (512,))),
+        (300, 512, ("resident", (132,), (512,))),
         (1, 2000, ("pipeline", (1,), (384,))),
     ],
 )
@@ -96,7 +100,7 @@ def test_no_tokens_no_launch(fake_cuda, monkeypatch):
     find_kernel("rope_sparse_attn", "cupy")
     module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
     monkeypatch.setattr(module, "processors", lambda: 132)
-    for version in (module.pipeline, module.cluster, module.relay):
+    for version in (module.pipeline, module.cluster, module.relay, module.resident):
         assert version(*faked(inputs(near=[], far=[])), OFFICIAL).shape == (0, 64, 512)
     assert not fake_cuda
 
@@ -146,7 +150,7 @@ def test_arithmetic_without_the_rounding_points_is_told_apart(widths):
 
 def versions():
     """Every version as a function of the arguments of rope_sparse_attn."""
-    from dsv41_kernels.rope_sparse_attn.cupy_op import cluster, pipeline, relay, tiles
+    from dsv41_kernels.rope_sparse_attn.cupy_op import cluster, pipeline, relay, resident, tiles
     from dsv41_kernels.sparse_attn.cupy_op import plain
 
     return {
@@ -159,6 +163,7 @@ def versions():
         "v6": lambda *a: relay(*a, split=1),
         "v6, 2 blocks a token": lambda *a: relay(*a, split=2),
         "v6, 4 blocks a token": lambda *a: relay(*a, split=4),
+        "v7": resident,
     }
 
 
@@ -211,14 +216,24 @@ def test_bits_do_not_depend_on_the_batch_or_on_the_run(cupy):
 
 @pytest.mark.gpu
 @pytest.mark.parametrize("widths", [(3, 0), (64, 64), (65, 100), (128, 512), (128, 640)])
-def test_v4_v5_and_v6_have_the_same_bits(cupy, widths):
+def test_v4_and_later_versions_have_the_same_bits(cupy, widths):
     """Calls of few and of many tokens take different versions; a token must not notice."""
     near, far = widths
     arguments = moved(cupy, inputs((near, 0, near // 2), (far, far // 3, 0), 700, widths))
     v4 = versions()["v4"](*arguments, OFFICIAL).get()
     for name, version in versions().items():
-        if name[:2] in ("v5", "v6"):
+        if name[:2] in ("v5", "v6", "v7"):
             assert_same(name, version(*arguments, OFFICIAL).get(), v4)
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("widths", [(128, 0), (128, 1), (65, 130), (128, 512), (130, 520)])
+def test_a_block_that_takes_many_tokens_mixes_none_of_them(cupy, widths):
+    rng = np.random.default_rng(1)
+    near, far = (rng.integers(0, w + 1, 700) for w in widths)
+    arguments = moved(cupy, inputs(near, far, 700, widths))
+    want = versions()["v4"](*arguments, OFFICIAL).get()
+    assert_same("v7", versions()["v7"](*arguments, OFFICIAL).get(), want)
 
 
 @pytest.mark.gpu

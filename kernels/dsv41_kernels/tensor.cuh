@@ -67,3 +67,23 @@ __device__ uint4 fresh(const uint4* from) {
                : "memory");
   return x;
 }
+
+// Four 8 x 8 matrices back into rows, as load_matrices takes them.
+__device__ void store_matrices(void* row, unsigned a, unsigned b, unsigned c, unsigned d) {
+  asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(
+                   shared_address(row)),
+               "r"(a), "r"(b), "r"(c), "r"(d)
+               : "memory");
+}
+
+// Four numbers that nothing writes meanwhile, asked for here and not where they are used.
+__device__ float4 read_once(const float* from) {
+  float4 x;
+  asm volatile("ld.global.nc.v4.f32 {%0,%1,%2,%3}, [%4];"
+               : "=f"(x.x), "=f"(x.y), "=f"(x.z), "=f"(x.w)
+               : "l"(from));
+  return x;
+}
+
+// The compiler must not know x any more: it computes anew what depends on it.
+__device__ void keep_here(int& x) { asm volatile("" : "+r"(x)); }

@@ -11,7 +11,7 @@ from dsv41.quant import MAIN_KV_FP4, OFFICIAL, WINDOW_KV_FP8
 from ..bench import Case
 from ..sparse_attn.cupy_op import plain
 from ..sparse_attn.oracle import attention
-from .cupy_op import CHANNELS, HEADS, cluster, pipeline, relay, tiles
+from .cupy_op import CHANNELS, HEADS, cluster, pipeline, relay, resident, tiles
 
 WINDOW, SELECTED = 128, 512
 FREQS = np.float32(160_000.0 ** -(np.arange(32) / 32))
@@ -120,6 +120,7 @@ def cases(quick=False):
         arguments = inputs(tokens, 65_536, prefill)
         text = definitions.rope_sparse_attn.definition
         functions = {"v5": cluster} if tokens <= MOST_SPREAD else {}
+        functions |= {"v7": resident} if tokens > MOST_SPREAD else {}
         functions |= {"v6": relay, "v4": pipeline, "v3": tiles, "v1": plain, "cupy text": text}
         for version, function in functions.items():
             if not (prefill and version == "v1"):

@@ -9,7 +9,7 @@ from ..attention import FORMATS, SHARED_BYTES, Call
 from ..launch import kernel, launch, processors
 from ..sparse_attn.cupy_op import choose
 
-HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v6 are made
+HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v7 are made
 MOST_ROWS = 768  # of a token in v5
 CLUSTER = 9  # SMs counted for a cluster of v5: 16 in one GPC hold two, and its rest is lost
 DESK_BYTES = 62_720  # as cluster.cuh asserts
@@ -85,14 +85,32 @@ def relay(q, *rest, split=None):
     return out
 
 
+def resident(q, *rest):
+    """v7, a block per multiprocessor that takes one token after the other."""
+    call = Call(q, *rest)
+    out = cupy.empty_like(call.q)
+    function = kernel("rope_sparse_attn", "resident", shared=SHARED_BYTES, **call.macros)
+    # trap: with fewer than three chunks a token, makers would be two tokens ahead
+    blocks = min(call.tokens, processors()) if call.width > 128 else call.tokens
+    shared = resident_bytes(call.width, call.pairs)
+    with call.errors() as bad:
+        arguments = *call.arguments(), bad, out, np.int32(call.tokens)
+        launch(function, blocks, 512, arguments, shared)
+    return out
+
+
 def fastest(q, positions, freqs, window, window_rows, *rest):
-    """v5 while its clusters run in two rounds, v6 beyond, v4 for lists too wide for it: same bits.
+    """v5 while its clusters run in two rounds, v6 while two of its blocks a token find a
+    multiprocessor each, v7 beyond, and what its shared memory allows for wider lists: same bits.
 
     One token takes 10.9 us of an H200 in v5, three take 15.5, four 21.6 and eight 31.5; v6 takes
     28.7 for one and 29.1 for eight.
     """
     width = window_rows.shape[-1] + rest[1].shape[-1]
-    version = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
+    few = 2 * len(q) <= processors()
+    version = relay if few else resident
+    if resident_bytes(width, CHANNELS // 2) > SHARED_BYTES:
+        version = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
     if width <= MOST_ROWS and 4 * len(q) * CLUSTER <= 2 * processors():
         version = cluster
     return version(q, positions, freqs, window, window_rows, *rest)
@@ -118,6 +136,13 @@ def relay_bytes(width, pairs):
     padded = 64 * -(-width // 64)
     queries, keys, weights = 1024 * 64, 2 * 1024 * 64, 2 * 1024 * 11
     return queries + keys + weights + 8 * pairs + 8 * padded + padded // 8
+
+
+def resident_bytes(width, pairs):
+    """What a block of `resident` keeps in shared memory, as laid out at its top."""
+    padded = 64 * -(-width // 64)
+    queries, keys, weights, flags, sinks = 1024 * 64, 2 * 1024 * 64, 2 * 1024 * 11, 8, 64 * 4
+    return queries + keys + weights + flags + sinks + 16 * pairs + 8 * padded + padded // 4
 
 
 def cluster_bytes(width, adders):

@@ -31,6 +31,9 @@
 // v6 `relay`: v4's sums, two warpgroups that score in turn, see relay.cuh. It takes two or four
 // blocks per token where that many fit (SPLIT), and v5 is left to calls of very few tokens.
 //
+// v7 `resident`: v6 with two warpgroups that decode, and blocks that stay for many tokens, see
+// resident.cuh; for calls of as many tokens as multiprocessors, or half of it.
+//
 // Measured on an H200, cold, in microseconds, tokens of 128 + 512 records:
 //
 //            1 token     32    128    512    8192
@@ -87,17 +90,28 @@ __device__ unsigned e8m0_scale(unsigned code) {
   return twice(code > 142 ? 0x7fc0 : (code + 112) << 7);
 }
 
-// Piece i of a head's q (8 channels), turned and rounded; channels 0 4 1 5 2 6 3 7, as records have
-// them.
-__device__ uint4 query_piece(const float4* q, int i, const float2* angle, int pairs) {
-  float4 low = __ldg(q + 2 * i), high = __ldg(q + 2 * i + 1);
+// Eight channels of q, turned by the angles from pair `first` on (none below 0) and rounded;
+// channels 0 4 1 5 2 6 3 7, as records have them.
+__device__ uint4 turned_piece(float4 low, float4 high, int first, const float2* angle) {
   float x[8] = {low.x, low.y, low.z, low.w, high.x, high.y, high.z, high.w};
-  const int first = i % (C / 8) * 4 - (C / 2 - pairs);
 #pragma unroll
   for (int n = 0; n < 4; ++n)
     if (first + n >= 0) turn_pair(x[2 * n], x[2 * n + 1], angle[first + n]);
   return make_uint4(bf16_pair(x[0], x[4]), bf16_pair(x[1], x[5]), bf16_pair(x[2], x[6]),
                     bf16_pair(x[3], x[7]));
+}
+// Piece i of q.
+__device__ uint4 query_piece(const float4* q, int i, const float2* angle, int pairs) {
+  return turned_piece(__ldg(q + 2 * i), __ldg(q + 2 * i + 1), i % (C / 8) * 4 - (C / 2 - pairs),
+                      angle);
+}
+
+// Four rounded channels of o from pair `pair` on, turned back where that is not below 0.
+__device__ void turn_back(float4& x, int pair, const float2* angle) {
+  if (pair + 1 < 0) return;
+  if (pair >= 0) turn_pair(x.x, x.y, make_float2(angle[pair].x, -angle[pair].y));
+  turn_pair(x.z, x.w, make_float2(angle[pair + 1].x, -angle[pair + 1].y));
+  x = rounded(x);
 }
 
 // Rounded o from `heads` rows of `stride` floats that begin at channel `first`, turned back, to
@@ -107,12 +121,7 @@ __device__ void write_rows(float* out, const float* rows, int stride, int first,
   const int quads = channels / 4;
   for (int i = threadIdx.x; i < heads * quads; i += threads) {
     float4 x = *reinterpret_cast<const float4*>(rows + i / quads * stride + i % quads * 4);
-    int pair = (first / 4 + i % quads) * 2 - (C / 2 - pairs);
-    if (pair + 1 >= 0) {
-      if (pair >= 0) turn_pair(x.x, x.y, make_float2(angle[pair].x, -angle[pair].y));
-      turn_pair(x.z, x.w, make_float2(angle[pair + 1].x, -angle[pair + 1].y));
-      x = rounded(x);
-    }
+    turn_back(x, (first / 4 + i % quads) * 2 - (C / 2 - pairs), angle);
     reinterpret_cast<float4*>(out + i / quads * C + first)[i % quads] = x;
   }
 }
@@ -124,5 +133,6 @@ __device__ void write_rows(float* out, const float* rows, int stride, int first,
 #include "relay.cuh"
 #if SPLIT == 1
 #include "cluster.cuh"
+#include "resident.cuh"
 #endif
 #endif
