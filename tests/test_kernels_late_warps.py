@@ -4,13 +4,11 @@ A tool that watches shared memory cannot follow these kernels (see sanitize.cu),
 once more with JITTER, a wait of another length for every warp at every barrier (wgmma.cuh).
 """
 
-from functools import partial
-
 import numpy as np
 import pytest
 from compare import assert_same
 from dsv41_kernels import launch, nvrtc
-from test_kernels_rope_sparse_attn import few_rows
+from test_kernels_rope_sparse_attn import inputs
 from test_kernels_sparse_attn import moved
 
 from dsv41.quant import OFFICIAL
@@ -31,20 +29,33 @@ def test_it_compiles(arch, macros):
     assert "relay" in {kernel.name for kernel in found}
 
 
+VERSIONS = {
+    "cluster, 8 add values": ("cluster", {"adders": 8}),
+    "cluster, 16 add values": ("cluster", {"adders": 16}),
+    "pipeline": ("pipeline", {}),
+    "relay": ("relay", {"split": 1}),
+    "relay, 2 blocks a token": ("relay", {"split": 2}),
+    "relay, 4 blocks a token": ("relay", {"split": 4}),
+    "resident": ("resident", {}),
+}
+
+
 @pytest.mark.gpu
-@pytest.mark.parametrize("version", ["cluster", "pipeline", "relay", "relay 2", "relay 4"])
-@pytest.mark.parametrize("widths", [(128, 512), (65, 1)])
+@pytest.mark.parametrize("version", VERSIONS)
+@pytest.mark.parametrize("widths", [(128, 512), (65, 1), (100, 150)])
 def test_bits_do_not_depend_on_who_is_late(cupy, version, widths, monkeypatch):
     from dsv41_kernels.rope_sparse_attn import cupy_op
 
-    name, *split = version.split()
+    near, far = widths
+    counts = range(5, 0, -1)  # of fifths
+    arguments = inputs([near * n // 5 for n in counts], [far * n // 5 for n in counts], 600, widths)
+    arguments = moved(cupy, arguments)
+    name, options = VERSIONS[version]
     function = getattr(cupy_op, name)
-    if split:
-        function = partial(function, split=int(split[0]))
-    arguments = moved(cupy, few_rows(*widths))
-    want = function(*arguments, OFFICIAL).get()
+    want = function(*arguments, OFFICIAL, **options).get()
     assert np.isfinite(want).all()
+    monkeypatch.setattr(cupy_op, "processors", lambda: 2)  # so that blocks stay for a token more
     for seed in (1, 2, 3):
         monkeypatch.setattr(cupy_op, "kernel", late(seed))
         for _ in range(5):
-            assert_same(function(*arguments, OFFICIAL).get(), want)
+            assert_same(function(*arguments, OFFICIAL, **options).get(), want)

@@ -32,7 +32,7 @@ TOOLS = ("memcheck", "racecheck")
 OPTIONS = ("--report-api-errors", "no", "--print-limit", "100", "--error-exitcode", "9")
 MODEL, CONTROL = "model", "control"  # pseudo-operations
 # their warps pass named barriers unequally often, and racecheck loses their order: sanitize.cu
-UNEVEN = ("cluster", "pipeline", "relay")
+UNEVEN = ("cluster", "pipeline", "relay", "resident")
 PEERS = ("cupy text", "torch")  # versions that launch none of our kernels
 
 _NAME = re.compile(

@@ -79,10 +79,12 @@ __device__ void await(const unsigned long long& barrier) {
       " mbarrier.try_wait.parity.shared::cta.b64 p, [%0], 0; @!p bra again; }" ::"r"(
           shared_address(&barrier))
       : "memory");
+  linger();
 }
 
 // A barrier of a part of the block that also says whether any of its threads found something.
 __device__ bool meet_or(int id, int count, bool found) {
+  linger();
   unsigned any;
   asm volatile(
       "{ .reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p;"
