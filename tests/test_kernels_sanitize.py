@@ -42,22 +42,25 @@ def watched(monkeypatch, fails):
 
 
 def test_each_tool_watches_a_process_of_its_own(monkeypatch):
-    seen, failed = watched(monkeypatch, lambda c: "racecheck" in c and "control" not in c)
-    assert failed == ["racecheck"]
-    for tool, command in zip(("memcheck", "racecheck", "racecheck"), seen, strict=True):
+    seen, failed = watched(monkeypatch, lambda c: "racecheck" in c and "model" in c)
+    assert failed == ["racecheck"] and len(seen) == 4
+    for tool, command in zip(("memcheck", *["racecheck"] * 3), seen, strict=True):
         assert command[command.index("--tool") + 1] == tool and "--error-exitcode" in command
         assert command[command.index("--report-api-errors") + 1] == "no", "the driver's answers"
-    assert seen[1][-2:] == ["--launch", "control"]
-    assert seen[2][-3:] == ["--launch", "sinkhorn", "model"]
+        assert "--kernel-name-exclude" not in command
+    assert [command[-1] for command in seen] == ["model", "ordered", "elected", "model"]
+    assert seen[3][-3:] == ["--launch", "sinkhorn", "model"]
 
 
-def test_where_the_control_is_reported_some_kernels_are_left_out(monkeypatch, capsys):
-    seen, failed = watched(monkeypatch, lambda command: "control" in command)
-    assert not failed and len(seen) == 3
-    left = [c[c.index("--kernel-name-exclude") + 1] for c in seen if "--kernel-name-exclude" in c]
-    assert left == [",".join(f"kernel_name={name}" for name in sanitize.UNEVEN)]
-    assert "not in " + ", ".join(sanitize.UNEVEN) in capsys.readouterr().out
-    assert set(sanitize.UNEVEN) <= {name for _, name in sanitize.kernel_names()}
+@pytest.mark.parametrize("control", sanitize.CONTROLS)
+def test_where_a_control_is_reported_its_likes_are_left_out(monkeypatch, capsys, control):
+    seen, failed = watched(monkeypatch, lambda command: command[-1] == control)
+    _, like = sanitize.CONTROLS[control]
+    assert not failed
+    left = seen[-1][seen[-1].index("--kernel-name-exclude") + 1]
+    assert left == ",".join(f"kernel_name={name}" for name in like)
+    assert "does not watch " + ", ".join(like) in capsys.readouterr().out
+    assert set(like) <= {name for _, name in sanitize.kernel_names()}
 
 
 def test_the_sanitizer_is_looked_for_in_the_toolkit(monkeypatch, tmp_path):

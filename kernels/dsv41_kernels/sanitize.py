@@ -30,9 +30,13 @@ TOOLS = ("memcheck", "racecheck")
 # trap: libraries ask the driver for entry points that it may not have, which is no error of theirs;
 # reported, ten such answers would use up the lines for what kernels do
 OPTIONS = ("--report-api-errors", "no", "--print-limit", "100", "--error-exitcode", "9")
-MODEL, CONTROL = "model", "control"  # pseudo-operations
-# their warps pass named barriers unequally often, and racecheck loses their order: sanitize.cu
-UNEVEN = ("cluster", "pipeline", "relay", "resident")
+MODEL = "model"
+# kernels of sanitize.cu whose order is certain: their threads, and the kernels that order things in
+# the same way; where the tool reports the first, it cannot judge the others
+CONTROLS = {
+    "ordered": (96, ("cluster", "pipeline", "relay", "resident")),
+    "elected": (64, ("scores_v5", "wide")),
+}
 PEERS = ("cupy text", "torch")  # versions that launch none of our kernels
 
 _NAME = re.compile(
@@ -64,9 +68,10 @@ def watch(tools, names, run=subprocess.run):
         watched = [path, "--tool", tool, *OPTIONS]
         child = [sys.executable, "-m", "dsv41_kernels.sanitize", "--launch"]
         print(f"== {tool}", flush=True)
-        if tool == "racecheck" and run([*watched, *child, CONTROL]).returncode:
-            print(f"{tool} sees a race where none is (sanitize.cu), so not in {', '.join(UNEVEN)}")
-            watched += ["--kernel-name-exclude", ",".join(f"kernel_name={n}" for n in UNEVEN)]
+        for control, (_, like) in CONTROLS.items() if tool == "racecheck" else ():
+            if run([*watched, *child, control]).returncode:
+                print(f"{tool} sees a race where none is, so it does not watch {', '.join(like)}")
+                watched += ["--kernel-name-exclude", ",".join(f"kernel_name={n}" for n in like)]
         if run([*watched, *child, *names]).returncode:
             failed.append(tool)
     return failed
@@ -101,11 +106,11 @@ def launch_all(names, out=print):
 
 def calls(name):
     """Yield what a call is, and the call."""
-    if name == CONTROL:
+    if name in CONTROLS:
         import cupy
 
-        run, out = launch.kernel("sanitize.cu", "ordered"), cupy.zeros(96, np.int32)
-        yield "control", lambda: run((1,), (96,), (out,))
+        run, (threads, _) = launch.kernel("sanitize.cu", name), CONTROLS[name]
+        yield name, lambda: run((1,), (threads,), (cupy.zeros(threads, np.int32),))
         return
     if name == MODEL:
         from .device import cuda_like
@@ -165,7 +170,7 @@ def main(argv=None):
     known = [*operations(), MODEL]
     names = arguments.ops or known
     try:
-        if unknown := sorted(set(names) - {*known, CONTROL}):
+        if unknown := sorted(set(names) - {*known, *CONTROLS}):
             raise ValueError(f"no such operation: {', '.join(unknown)}")
         importlib.import_module("cupy")
         if arguments.launch:

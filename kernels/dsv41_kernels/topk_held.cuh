@@ -18,7 +18,8 @@
 
 struct HeldBoard {  // in shared memory
   unsigned counts[2049];
-  unsigned low[32], most[32], totals[32], sums[2][32], found[3], listed;
+  unsigned low[32], most[32], totals[32], sums[2][32], listed;
+  alignas(16) unsigned found[4];  // three; they are read as four, and no neighbour with them
   unsigned long long few[FEW];
 };
 
