@@ -55,7 +55,7 @@ def test_bits_do_not_depend_on_who_is_late(cupy, version, widths, monkeypatch):
     want = function(*arguments, OFFICIAL, **options).get()
     assert np.isfinite(want).all()
     monkeypatch.setattr(cupy_op, "processors", lambda: 2)  # so that blocks stay for a token more
-    for seed in (1, 2, 3):
+    for seed in (1, 2):
         monkeypatch.setattr(cupy_op, "kernel", late(seed))
         for _ in range(5):
-            assert_same(function(*arguments, OFFICIAL, **options).get(), want)
+            assert_same(version, function(*arguments, OFFICIAL, **options).get(), want)

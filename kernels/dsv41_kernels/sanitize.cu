@@ -1,21 +1,27 @@
 // What does a watching tool make of an order that is certain? racecheck of CUDA 13.0 reports a race
 // in both of these kernels.
 
-// Two warps meet at a named barrier, then all three at the block's; what is written and read behind
-// it has a barrier of the block between. The tool numbers the barriers that each thread has passed,
-// so two threads that passed unequally many never meet again in its books: with a named barrier of
-// its own for the third warp (EVEN) it is silent.
-extern "C" __global__ void ordered(int* out) {  // 96 threads
-  __shared__ int numbers[96];
+// Two thirds of a block meet twice at a named barrier, then all at the block's; what is written and
+// read behind it has a barrier of the block between. The tool numbers the barriers that each thread
+// has passed, so two threads that passed unequally many never meet again in its books: with named
+// barriers of their own for the others (EVEN) it is silent.
+extern "C" __global__ void ordered(int* out) {  // 384 threads
+  __shared__ int numbers[384];
   const int thread = threadIdx.x;
-  if (thread < 64) asm volatile("bar.sync 1, 64;" ::: "memory");
+  if (thread < 256) {
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+    asm volatile("bar.sync 1, 256;" ::: "memory");
+  }
 #ifdef EVEN
-  if (thread >= 64) asm volatile("bar.sync 2, 32;" ::: "memory");
+  if (thread >= 256) {
+    asm volatile("bar.sync 2, 128;" ::: "memory");
+    asm volatile("bar.sync 2, 128;" ::: "memory");
+  }
 #endif
   __syncthreads();
   numbers[thread] = thread;
   __syncthreads();
-  out[thread] = numbers[95 - thread];
+  out[thread] = numbers[(thread + 64) % 256];
 }
 
 // The lanes of a warp write and meet, then one of them arrives at a barrier in shared memory, behind

@@ -34,7 +34,7 @@ MODEL = "model"
 # kernels of sanitize.cu whose order is certain: their threads, and the kernels that order things in
 # the same way; where the tool reports the first, it cannot judge the others
 CONTROLS = {
-    "ordered": (96, ("cluster", "pipeline", "relay", "resident")),
+    "ordered": (384, ("cluster", "pipeline", "relay", "resident")),
     "elected": (64, ("scores_v5", "wide")),
 }
 PEERS = ("cupy text", "torch")  # versions that launch none of our kernels
