@@ -501,7 +501,7 @@ __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, i
 // A block takes one half of 16 tokens, three warps one unit: one updates the streams and multiplies
 // while the others split fn. One more warp makes the coefficients. All that comes from memory is
 // asked for at the start, places of numbers that other blocks will make included. Measured on an
-// H200, cold: 10.9 microseconds for one token, 15.0 for 64, of which an empty launch of that size
+// H200, cold: 11.0 microseconds for one token, 14.8 for 64, of which an empty launch of that size
 // takes 3.3. By the clock of a block, for one token: numbers are there at 3.4, sums leave at 4.7,
 // the last block's arrive at 5.9, and Sinkhorn's passes take 1.2.
 //
@@ -605,8 +605,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 //
 // Some 30 kB must be under way to an SM at any time if memory is to be busy: more than registers
 // can wait for. So a lane copies what it will read of two tiles ahead into shared memory, and
-// copies go on while it computes. Measured on an H200, cold: 28.0 microseconds at 512 tokens, 141.8
-// at 4,096, which are 3.0 TB/s; with neither products nor sums, 20.8 and 124.2. (Trials that lost
+// copies go on while it computes. Measured on an H200, cold: 28.5 microseconds at 512 tokens, 142.9
+// at 4,096, which are 2.9 TB/s; with neither products nor sums, 20.8 and 124.2. (Trials that lost
 // and are gone: a barrier of all workers a round, 32.4 and 177.4; bulk copies of 320 bytes, whose
 // many starts take the helper's time, 32.5 and 187.9; tiles fetched into L2 three rounds ahead, no
 // better than copies that ask L2 for 128 bytes; 256 bytes, ordinary stores, both rows of a lane

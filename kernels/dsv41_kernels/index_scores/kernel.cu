@@ -131,7 +131,7 @@ extern "C" __global__ void __launch_bounds__(128)
 
 // v4 is v2 with the products of v3: half the unpacking and half the tensor-core time of a key, and a
 // float32 addition per head and scale group more. About 3 clocks a key, less than its 3.75 of memory.
-// On an H200, 32 queries of 131,072 keys each: 117.7 us, of 524,288: 423.4, one of 524,288: 23.3.
+// On an H200, 32 queries of 131,072 keys each: 113.9 us, of 524,288: 409.9, one of 524,288: 22.8.
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v4(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // products was a third of its instructions. Two queries are the 64 columns of a product, and while
 // one pair is multiplied the last one's dots are weighed. Pairs with their weights come in the
 // background by bulk copies, which no thread has to address. On an H200, 8,192 queries of 65,536
-// keys: 4,423 us, v3 10,177. Products alone take 2,500 and all the rest alone 2,600; a
+// keys: 4,435 us, v3 10,161. Products alone take 2,500 and all the rest alone 2,600; a
 // multiprocessor whose tensor cores are busy has a third of its integer instructions left.
 //
 // encode: queries as pairs (T / 2, PAIR_BYTES), with room for a whole stage at the end; odd (T),
@@ -359,7 +359,7 @@ extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
 
 // v6 is v4 by the products of v5: unpacking takes twice the instructions, and those that scaled and
 // added groups are gone. A block with a key that does not fit scores all of its keys again as v4
-// does. On an H200, in the cases named at v4: 104.3, 373.3 and 18.2 us.
+// does. On an H200, in the cases named at v4: 102.7, 380.3 and 18.2 us.
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v6(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {

@@ -200,7 +200,7 @@ __device__ inline Raw load_once(const Element* from) {
 // v4: v3 with one barrier a row instead of two, as sums of neighbouring rows lie in places of their
 // own; with pointers that move instead of addresses made anew; and x is read as data that nobody
 // needs again, so that records stay in the L2 cache and go to memory later. Measured on an H200,
-// T = 1, 512 and 4,096: v2 4.5, 7.3 and 27.3 us, v3 4.8, 7.4 and 20.2, v4 4.5, 7.2 and 18.2; the
+// T = 1, 512 and 4,096: v2 4.6, 7.2 and 27.3 us, v3 4.8, 7.3 and 20.0, v4 4.6, 7.2 and 18.2; the
 // bytes alone take 15.2 of the last.
 //
 // Trials that lost and are gone, T = 4,096: x read as data to keep: 18.5. Sums of the next row

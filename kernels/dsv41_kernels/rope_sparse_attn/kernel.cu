@@ -32,16 +32,17 @@
 // blocks per token where that many fit (SPLIT), and v5 is left to calls of very few tokens.
 //
 // v7 `resident`: v6 with two warpgroups that decode, and blocks that stay for many tokens, see
-// resident.cuh; for calls of as many tokens as multiprocessors, or half of it.
+// resident.cuh; for calls of more tokens than half as many as there are multiprocessors.
 //
 // Measured on an H200, cold, in microseconds, tokens of 128 + 512 records:
 //
 //            1 token     32    128    512    8192
-//   v1           447  1,444  5,127 19,808
-//   v3            46     46     75    284   4,327
-//   v4            50     56     54    202   2,899
+//   v1           424  1,481  5,303 20,585
+//   v3            45     45     75    283   4,270
+//   v4            49     55     53    200   2,870
 //   v5            11
-//   v6            29     30     42    161   2,299
+//   v6            28     29     42    159   2,290
+//   v7                   35     39    140   2,002
 
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 VALUE_BLOCKS=8
