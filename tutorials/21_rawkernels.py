@@ -562,8 +562,8 @@ from importlib.metadata import version as installed
 from dsv41_kernels import nvrtc
 
 block = dict.fromkeys(("boundary", "enter", "normalise"), constant("THREADS"))
-block |= {"thin": 32 * (2 * UNITS + 1), "wide": 32 * 2 * (UNITS + 1)}  # wide: two sets of warps
-for rule in ("THIN_WARPS = 2 * UNITS + 1", "SET_WARPS = UNITS + 1", "SETS = BF16_STORED ? 2 : 1"):
+block |= {"thin": 32 * (3 * UNITS + 1), "wide": 32 * 2 * (UNITS + 1)}  # wide: two sets of warps
+for rule in ("THIN_WARPS = 3 * UNITS + 1", "SET_WARPS = UNITS + 1", "SETS = BF16_STORED ? 2 : 1"):
     assert f"{rule};" in source("hc_boundary"), "the threads that these two kernels ask for"
 if nvrtc.available():
     for k in nvrtc.usage("hc_boundary", arch, macros):

@@ -291,7 +291,7 @@ assert 0.1 < lost < 0.25 and error > 0.05, "every 0.5 is gone, and no NaN tells"
 # output has it too, and there it is undone.
 #
 # For each chunk of 64 records: products, then weights $p = 2^{s - m}$ with the running maximum $m$,
-# products again. (Products of one chain over all channels, as v4 to v6 make them; v3 adds two
+# products again. (Products of one chain over all channels, as v4 to v7 make them; v3 adds two
 # halves.) When the maximum grows by $\delta$, everything summed so far shrinks by
 # $2^{-\delta}$. The released code rounds $p$ to bf16 before it meets the values, and not in the
 # denominator.
@@ -421,19 +421,20 @@ assert len(kinds) == 4, "four ways to split, four different results"
 # %% [markdown]
 # ## A split that changes no bit
 #
-# [cluster.cuh](../kernels/dsv41_kernels/rope_sparse_attn/cluster.cuh) takes eight blocks for a
-# token and divides nothing that is a sum.
+# [cluster.cuh](../kernels/dsv41_kernels/rope_sparse_attn/cluster.cuh) spreads a token over 64
+# blocks, 16 for every 16 heads, and divides nothing that is a sum. Here with eight for 16 heads:
 #
-# 1. Block $r$ scores chunks $r$ and $r + 8$ and leaves their maxima.
+# 1. Block $r$ scores chunks $r$ and $r + 8$ and tells their maxima.
 # 2. All meet. The running maximum of a chunk is the largest of the maxima up to it. So every block
 #    computes $p$ of its own chunks as if it had come in turn.
 # 3. All meet. Block $r$ adds the values of 64 channels, over all ten chunks, in order.
 #
 # In whatever order blocks run between two meetings, the bits are those of one block that does it
-# all. So the wrapper may choose by what is fast: clusters while all of them run at once, which are
-# few tokens; then [relay.cuh](../kernels/dsv41_kernels/rope_sparse_attn/relay.cuh), where four or
-# two blocks share a token, or one has it alone. Those score all chunks, each for itself, and share
-# out the channels of the values: nothing that is a sum there either.
+# all. So the wrapper may choose by what is fast: clusters for few tokens; then
+# [relay.cuh](../kernels/dsv41_kernels/rope_sparse_attn/relay.cuh), where four or two blocks share a
+# token, each scores all chunks, and the channels of the values are shared out; for many tokens
+# [resident.cuh](../kernels/dsv41_kernels/rope_sparse_attn/resident.cuh), where a block has a token
+# to itself, and then the next. Nothing that is a sum is divided there either.
 
 
 # %%
@@ -478,8 +479,9 @@ for seed in (1, 2, 3):
 # again, times a matrix of ones.
 #
 # (This is [score_mma.cuh](../kernels/dsv41_kernels/score_mma.cuh). The versions that run today
-# place the codes in E4M3 instead, whose products take half the time;
-# [score_fp8.cuh](../kernels/dsv41_kernels/score_fp8.cuh) says what keeps them exact.)
+# make whole numbers of the codes, one INT8 product of all 128 channels;
+# [score_int8.cuh](../kernels/dsv41_kernels/score_int8.cuh) says when that is exact, and
+# [score_fp8.cuh](../kernels/dsv41_kernels/score_fp8.cuh) what is done when it is not.)
 
 
 # %%
@@ -561,9 +563,9 @@ assert len(set(exact4.tolist())) > 0.99 * len(exact4), "without rounding hardly 
 # the left* do.
 #
 # This is [topk.cuh](../kernels/dsv41_kernels/topk.cuh). The version that runs today,
-# [topk_ordered.cuh](../kernels/dsv41_kernels/topk_ordered.cuh), makes the same choice with less to
-# count: it finds a bound that 512 of the keys surely or almost surely reach, keeps what lies above
-# it, in order, and looks for the 512th among those few. Some 700 of 16,384 are left.
+# [topk_held.cuh](../kernels/dsv41_kernels/topk_held.cuh), makes the same choice with fewer rounds:
+# it finds a bound that 512 of the scores surely reach, spreads what lies above it over 2,048
+# counters, and has the 512th in one of them, beside few others.
 
 
 # %%

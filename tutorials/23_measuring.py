@@ -261,7 +261,7 @@ alone = attention / (BF16_SUSTAINED / SMS) * 1e6
 print(f"{alone:.1f} µs, for a floor of {floor_us(*attention_of(1)):.2f} µs")
 close("15.8 µs", alone, 15.8, within=0.05)
 spread_out = alone / 8
-print(f"eight blocks a token (chapter 22): {spread_out:.1f} µs of products, and two meetings")
+print(f"eight blocks a token (as in chapter 22): {spread_out:.1f} µs of products, two meetings")
 
 
 def waves(tokens, blocks=1):
@@ -295,8 +295,8 @@ assert all(longer), "B = 64 to 512: products take longer than memory, on the SMs
 # the roof is above a launch, and the products of the busy SMs take longer than all the bytes.
 #
 # **Break it.** A floor can be wrong, too. Index scores in prefill: the keys are FP4, and the kernel
-# multiplies in FP8, where tensor cores are almost twice as fast. Take the bf16 ceiling, and a good
-# kernel seems to beat physics:
+# multiplies in INT8, where tensor cores are as fast as in FP8, almost twice as fast as in bf16.
+# Take the bf16 ceiling, and a good kernel seems to beat physics:
 
 # %% tags=["break"]
 by_bf16, by_fp8 = floor_us(*prefill), floor_us(*prefill, rate=FP8)
