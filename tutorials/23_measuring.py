@@ -474,9 +474,10 @@ if shares:
     half = len(shown) // 2
     title = "Share of the floor at the largest shape, best version, cold"
     with figure(title, columns=2, sharex=True) as axes:
+        axes[0].figure.set_size_inches(7.5, 4.2)
         for ax, part in zip(axes, (shown[half:], shown[:half]), strict=True):
             ax.barh(range(len(part)), [share for _, share in part], color=BLUE)
-            ax.set_yticks(range(len(part)), [name for name, _ in part], fontsize=6)
+            ax.set_yticks(range(len(part)), [name for name, _ in part], fontsize=7)
             ax.axvline(1, color=GREY, linestyle=":")
 else:
     print("no figure: kernels/results is empty, and this page invents no share of a floor")
