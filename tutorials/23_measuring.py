@@ -449,7 +449,7 @@ for op, rows in found.items():
     for shape, some in sorted(shapes.items(), key=lambda item: best(item[1])["bytes"]):
         r = best(some)
         time = f"{r['version']} {r['cold_us']['median']:,.1f}"
-        print(f"{op:25}{shape:48}{r['floor_us']:9,.1f}{time:>13}{r['share']:7.0%}")
+        print(f"{op:27}{shape:46}{r['floor_us']:9,.1f}{time:>13}{r['share']:7.0%}")
 missing = [op for op in operations() if op not in found]
 if missing:
     print(f"nothing was measured yet of {len(missing)} operations:")
