@@ -160,11 +160,11 @@ def unlike_keys(count, share, seed=6):
 
 def unlike_queries(tokens, numerics):
     """Queries of which two do not fit into bytes, one not even into E4M3, and odd weights."""
-    q, w = queries(tokens, 32, 128, numerics)
-    q[1 % tokens, 5, :32] *= np.float32(2.0**-9)
-    q[2 % tokens, 3, 40] = 1.2345
-    q[3 % tokens, 7] = 0
-    w[4 % tokens], w[5 % tokens, ::3], w[6 % tokens, 2] = 0, 0, 2.0**-70
+    q, w = queries(max(tokens, 7), 32, 128, numerics)
+    q[1, 5, :32] *= np.float32(2.0**-9)
+    q[2, 3, 40] = 1.2345
+    q[3, 7] = 0
+    w[4], w[5, ::3], w[6, 2] = 0, 0, 2.0**-70
     return q, w
 
 
@@ -177,8 +177,9 @@ def test_whole_numbers_give_the_bits_of_fp8(cupy, numerics, share, alike, tokens
     from dsv41_kernels.index_scores import cupy_op
 
     q, w = queries(tokens, 32, 128, numerics) if alike else unlike_queries(tokens, numerics)
+    records = unlike_keys(count, share)
     known = {"HEADS": 32, "CHANNELS": 128, "PACKED": 1, "BF16": int(numerics.bf16)}
-    arrays = [cupy.asarray(x) for x in (q, w, unlike_keys(count, share))]
+    arrays = [cupy.asarray(x) for x in (q, w, records)]
     want = [run(known, *arrays).get() for run in (cupy_op.scores_v3, cupy_op.scores_v4)]
     got = [run(known, *arrays).get() for run in (cupy_op.scores_v5, cupy_op.scores_v6)]
     assert np.array_equal(want[0], got[0], equal_nan=True)

@@ -1,7 +1,8 @@
 """Attention whose warps come late: what no barrier orders would then show in the bits.
 
 A tool that watches shared memory cannot follow these kernels (see sanitize.cu), so they are built
-once more with JITTER, a wait of another length for every warp at every barrier (wgmma.cuh).
+once more with JITTER: at named barriers, and behind bytes that arrive, every warp waits for another
+while (wgmma.cuh).
 """
 
 import numpy as np

@@ -1,6 +1,7 @@
 """What `make sanitize` launches, and what it says; the watching itself needs a GPU."""
 
 import sys
+from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
@@ -61,6 +62,14 @@ def test_where_a_control_is_reported_its_likes_are_left_out(monkeypatch, capsys,
     assert left == ",".join(f"kernel_name={name}" for name in like)
     assert "does not watch " + ", ".join(like) in capsys.readouterr().out
     assert set(like) <= {name for _, name in sanitize.kernel_names()}
+
+
+def test_where_both_are_reported_both_kinds_are_left_out(monkeypatch):
+    seen, failed = watched(monkeypatch, lambda command: command[-1] in sanitize.CONTROLS)
+    lists = [b for a, b in pairwise(seen[-1]) if a == "--kernel-name-exclude"]
+    names = [name for _, like in sanitize.CONTROLS.values() for name in like]
+    assert not failed
+    assert lists == [",".join(f"kernel_name={name}" for name in names)]
 
 
 def test_the_sanitizer_is_looked_for_in_the_toolkit(monkeypatch, tmp_path):

@@ -268,13 +268,14 @@ for layer, index_source in ((3, 2), (6, 5), (8, 7)):
 
 # %% [markdown]
 # Now all 72 queries, a row each. From layer 5 on an entry is one token, so entries and the window
-# share one axis. Grey is the window, a dark cell a chosen entry, and pale what was scored for it.
+# share one axis. Grey is the window. Orange is a chosen entry, drawn over the window where a token
+# is read in both ways. Pale is what was scored and not chosen.
 
 # %%
 from matplotlib.colors import ListedColormap
 
 recent = tokens[:, None] - tokens  # how far back, by query and token
-scored = {"full": recent >= 0, "reindex": trace["L05.cand.mask"] & (recent >= 0)}
+scored = {"full": trace["L05.idx.score"] > -np.inf, "reindex": trace["L07.idx.score"] > -np.inf}
 patterns = {}
 for layer in (1, 5, 7, 8):
     plan_of = model.config.plan[layer]
@@ -295,10 +296,13 @@ with figure("What each mode reads, and scores first", 2, 2, sharex=True, sharey=
     for end in (0, 1):
         axes[1, end].set_xlabel("token that is read")
         axes[end, 0].set_ylabel("query")
-swa, full, reindex, again = patterns.values()
 assert all(np.triu(cells, 1).sum() == 0 for cells in patterns.values()), "nobody reads ahead"
-same("Full scores or reads all that came before", full > 0, recent >= 0)
-same("Reuse reads what Reindex chose, and scores nothing", again, np.where(reindex > 1, reindex, 0))
+same("Full scores all that came before", scored["full"], recent >= 0)
+same("Reindex its pool, as far as it came before", scored["reindex"],
+     trace["L05.cand.mask"] & (recent >= 0))  # fmt: skip
+for layer, mode in ((5, "full"), (7, "reindex")):
+    chosen = patterns[f"layer {layer}: {mode}"] == 3
+    assert not (chosen & ~scored[mode]).any(), f"{mode}: nothing is chosen that was not scored"
 
 # %% [markdown]
 # ## What does a Reuse layer read? Count

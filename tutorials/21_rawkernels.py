@@ -531,14 +531,18 @@ def sinkhorn_scales(logits, passes=20):
     eps = np.float32(CONFIG.hc_eps)
     e = np.exp(logits - logits.max(axis=-1, keepdims=True))
     k = e / e.sum(axis=-1, keepdims=True) + eps
-    row, column = np.ones((2, *k.shape[:-1]), "f4")
+    row, column, left, below = np.ones(
+        (4, *k.shape[:-1]), "f4"
+    )  # the last two: 1 / row, 1 / column
     for p in range(2 * passes - 1):
         if p % 2 == 0:
             sums = (k * row[..., :, None]).sum(axis=-2)
-            column = column * (1 / (sums * column + eps))
+            below = sums + eps * below
+            column = 1 / below
         else:
             sums = (k * column[..., None, :]).sum(axis=-1)
-            row = row * (1 / (sums * row + eps))
+            left = sums + eps * left
+            row = 1 / left
     return row[..., :, None] * k * column[..., None, :]
 
 

@@ -79,7 +79,7 @@ _arrivals = {}
 
 def arrivals():
     """Counters for rows, 0 between launches, as each launch brings them back there; an array a
-    device and stream.
+    device and stream. trap: a stream's first call makes it; no graph may be recording that call.
     """
     key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr
     if key not in _arrivals:

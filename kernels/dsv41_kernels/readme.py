@@ -87,6 +87,11 @@ def missed(records):
     yield ""
 
 
+def _how(record):
+    """Calls that no graph could record are timed with what the host does for them."""
+    return "" if record["launched_as"] == "graph" else ", with the host"
+
+
 def row(op, shape, group, names):
     """One row of the table."""
     ours = [r for r in group if r["version"] not in PEERS]
@@ -98,7 +103,7 @@ def row(op, shape, group, names):
     cold, hot = best["cold_us"], best["hot_us"]
     measured = (
         f"{best['version']}: {_us(cold['median'])} ({_us(cold['p10'])}–{_us(cold['p90'])})"
-        f" / {_us(hot['median'])}"
+        f" / {_us(hot['median'])}" + _how(best)
     )
     versions = ", ".join(f"{r['version']} {_us(r['cold_us']['median'])}" for r in ours)
     target = "" if best["target_us"] is None else _us(best["target_us"])

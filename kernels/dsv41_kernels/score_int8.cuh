@@ -115,7 +115,7 @@ struct Whole {
   uint4 start[HEADS / 2];  // of heads 2 i and 2 i + 1, twice: for two rows of keys
 };
 
-// How v6 scores: 16 keys of each warp are multiplied while the next 16 are unpacked.
+// How index_scores v6 and v4 of the choose_ ops score: 16 keys of each warp are multiplied while the next 16 are unpacked.
 struct OnInt8 {
   static const bool PARTIAL = true;
   typedef OnFp8 Otherwise;
@@ -198,7 +198,7 @@ struct OnInt8 {
       float numbers[4][4];
 #pragma unroll
       for (int i = 0; i < 16; ++i)
-        numbers[i / 4][i % 4] = __fadd_rn(__int_as_float(dots[half][i]), -12582912.f);
+        numbers[i / 4][i % 4] = __fadd_rn(__int_as_float(dots[half][i]), -__uint_as_float(MAGIC));
       float2 sums = add_heads(numbers, query);
       if (c / 2 == half) result = c % 2 ? sums.y : sums.x;
     }

@@ -188,7 +188,7 @@ __device__ __forceinline__ void stream_scores(unsigned char* rings, int count, c
     else if (turn < turns)
       copy_tile(
           ring + turn % STAGES * TILE_BYTES, [&](int i) { return run(first + i * RUN); },
-          [&](int i) { return (count - first - i * RUN) * RECORD_BYTES; });
+          [&](int i) { return min(count - first - i * RUN, RUN) * RECORD_BYTES; });
     commit_copies();
   };
   Scorer scorer(q, w);

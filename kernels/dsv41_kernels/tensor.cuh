@@ -53,21 +53,6 @@ __device__ unsigned bf16_pair(float low, float high) {
   return d;
 }
 
-// What another block has written meanwhile: from L2, and not before the barrier that comes first.
-__device__ float fresh(const float* from) {
-  float x;
-  asm volatile("ld.global.cg.f32 %0, [%1];" : "=f"(x) : "l"(from) : "memory");
-  return x;
-}
-__device__ uint4 fresh(const uint4* from) {
-  uint4 x;
-  asm volatile("ld.global.cg.v4.u32 {%0,%1,%2,%3}, [%4];"
-               : "=r"(x.x), "=r"(x.y), "=r"(x.z), "=r"(x.w)
-               : "l"(from)
-               : "memory");
-  return x;
-}
-
 // Four 8 x 8 matrices back into rows, as load_matrices takes them.
 __device__ void store_matrices(void* row, unsigned a, unsigned b, unsigned c, unsigned d) {
   asm volatile("stmatrix.sync.aligned.m8n8.x4.shared.b16 [%0], {%1,%2,%3,%4};" ::"r"(

@@ -33,7 +33,7 @@ def cases(quick=False):
 
 def functions():
     """(version, function): ours, the text, and PyTorch where it is installed."""
-    yield "v3", candidate_blocks
+    yield "v4", candidate_blocks
     yield "cupy text", text.definition
     if importlib.util.find_spec("torch"):
         import torch

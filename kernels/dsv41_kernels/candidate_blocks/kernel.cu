@@ -22,8 +22,8 @@ extern "C" __global__ void __launch_bounds__(512)
   write_best(best, used, budget, blocks + t * budget, [](int b) { return (long long)b; });
 }
 
-// v2 and v3: what each block counts by, (T, blocks) f32, -inf for nothing, by as many threads as there
-// are blocks. The choice among them is index_topk's, as in the definition: its v2, now its v3.
+// v2 to v4: what each block counts by, (T, blocks) f32, -inf for nothing, by as many threads as
+// there are blocks. The choice among them is that of index_topk's version of the same number.
 extern "C" __global__ void __launch_bounds__(256)
     maxima_v2(const float* scores, const long long* visible, float* best, long long count,
               long long blocks, long long total, int size) {

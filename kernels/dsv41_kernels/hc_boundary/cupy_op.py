@@ -4,15 +4,13 @@ Streams, y and x may also be uint16 arrays of bf16 bits, as the released code ke
 is one of kernel.cu's; by default v4 where the sizes and the type allow it, else v3.
 """
 
-import functools
-
 import cupy
 import numpy as np
 
 from dsv41.ops import dense
 
 from ..arrays import on_device, row_tiles, stream_sizes
-from ..launch import grid, kernel
+from ..launch import grid, kernel, processors
 
 PIECE, SUMS, TOKENS = 512, 32, 16  # of hc_coefficients/kernel.cu
 ROWS, THREADS = 4, 256  # of kernel.cu
@@ -89,12 +87,6 @@ def units(width):
         if width % (64 * count) == 0:
             return count, width // (32 * count)
     return None
-
-
-@functools.cache
-def processors():
-    """Streaming multiprocessors of the current GPU."""
-    return cupy.cuda.Device().attributes["MultiProcessorCount"]
 
 
 def _settings(config):
@@ -200,7 +192,7 @@ _inboxes = {}
 
 def inbox(halves, ring=1, sets=1):
     """Words and epochs of launches, each with another tag, so nobody clears them; arrays a device,
-    stream and cut.
+    stream and cut. trap: a stream's first call makes them; no graph may be recording it.
     """
     key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr, halves, ring, sets
     if key not in _inboxes:

@@ -21,6 +21,7 @@ from ..launch import grid, kernel, launch
 THREADS = 128
 PREFILL = 16  # queries from which on it pays to unpack a key once for all
 BATCH, V3_KEYS, V3_THREADS, V3_BYTES = 8, 256, 512, 3 * 8 * (32 * 128 + 4 * 32)
+V5_KEYS, V5_THREADS = 256, 512
 V5_BATCH, V5_STAGES = 8, 5  # queries that are fetched at once, and how often there is room for that
 
 
@@ -82,7 +83,7 @@ def scores_v4(known, q, w, keys):
 def scores_v5(known, q, w, keys):
     """INT8 products of every query with every key; FP8 products where one does not fit."""
     (*_, scores, _, _), tokens, count = _arguments(q, w, keys)
-    tiles, batches = -(-count // V3_KEYS), -(-tokens // V5_BATCH)
+    tiles, batches = -(-count // V5_KEYS), -(-tokens // V5_BATCH)
     query_bytes = 32 * (128 + (2 if known["BF16"] else 4))
     encoded = cupy.empty(batches * V5_BATCH * query_bytes, np.uint8)
     odd = cupy.zeros(tokens + tiles, np.uint32)
@@ -94,7 +95,7 @@ def scores_v5(known, q, w, keys):
     share = V5_BATCH * max(8, -(-batches * tiles // (4 * BLOCKS)))  # queries of one block
     sizes = np.int32(tokens), np.int64(count), np.int32(share)
     blocks = tiles, -(-tokens // share)
-    launch(run, blocks, V3_THREADS, (encoded, keys, scores, odd_tile, *sizes), shared)
+    launch(run, blocks, V5_THREADS, (encoded, keys, scores, odd_tile, *sizes), shared)
     run = kernel("index_scores", "repair_v5", shared=RING_BYTES, **known)
     arguments = (q, w, keys, odd_query, odd_tile, scores, np.int64(tokens), np.int64(count))
     launch(run, BLOCKS if count else 0, 32 * WARPS, arguments, RING_BYTES)

@@ -350,7 +350,7 @@ extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
       float* out = scores + t * count + first * V5_KEYS;
       stream_scores<OnFp8>(
           buffers, several, q + t * HEADS * CHANNELS, w + t * HEADS, true,
-          [&](int i) { return from + i * RECORD_BYTES; },
+          [&](int i) { return from + (long long)i * RECORD_BYTES; },
           [&](int i, float score) { out[i] = score; });
       __syncthreads();  // the query's place in shared memory is free again
     }

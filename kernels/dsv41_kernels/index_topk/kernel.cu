@@ -55,7 +55,7 @@ extern "C" __global__ void __launch_bounds__(LONG_THREADS)
 // v3: topk_ordered.cuh. A row of up to 16,384 scores is read once, into registers, and the 700 that
 // survive are looked at a second time; v1 reads all from shared memory six times. On an H200, 512
 // of 64 x 16,384: 9.9 us (a trial with half the threads, 32 scores each: the same); of 32 x 2^20:
-// 46.8; of 1 x 2^20: 14.7.
+// 47.1; of 1 x 2^20: 14.7.
 // Only the first ceil(visible / per) scores of a row are eligible.
 #define SCORES(t)                               \
   Row row(scores + (t) * count, count);         \
@@ -116,7 +116,7 @@ extern "C" __global__ void __launch_bounds__(1024)
   choose_held(row, shown, k, chosen + t * k, [](unsigned i) { return (long long)i; });
 }
 
-// A row in as many parts as there are SMs at most: the last block that has filtered its part
+// Rows whose parts are together no more than there are SMs: the last block that has filtered its part
 // settles the row, which saves v3's second launch; the survivors of all parts fit into its
 // registers. Of 1 x 2^20: 12.9 us, of which some 7 until the part is filtered.
 extern "C" __global__ void __launch_bounds__(512, 1)
@@ -129,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
               counts + i, arrived + t, chosen + t * k);
 }
 
-// Behind filter_v3, where rows have more parts than that. Of 32 x 2^20: 46.0 us; settled in the
+// Behind filter_v3, where there are more parts than that. Of 32 x 2^20: 46.0 us; settled in the
 // same launch, which takes an SM from the parts that wait for one, 50.7.
 extern "C" __global__ void __launch_bounds__(1024)
     settle_v4(const float* scores, const long long* visible, const uint2* found,

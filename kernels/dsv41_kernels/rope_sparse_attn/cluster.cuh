@@ -55,6 +55,7 @@ struct Desk {  // a block's shared memory
   alignas(128) uint4 values[1][PIECES];  // (chunks * CHUNK, PIECES)
 };
 
+static_assert(MOST_CHUNKS * CHUNK == 768, "rows of a token at most, as cupy_op.py says");
 static_assert(sizeof(Desk) - 128 == 62720, "where values begin, as cupy_op.py counts");
 
 __device__ void arrive_cluster() {

@@ -5,6 +5,7 @@ import numpy as np
 
 from dsv41 import sparse_attn as definitions
 
+from ..arguments import require
 from ..attention import FORMATS, SHARED_BYTES, Call
 from ..launch import kernel, launch, processors
 from ..sparse_attn.cupy_op import choose
@@ -62,6 +63,7 @@ def cluster(q, *rest, adders=None):
     `adders` of the 16 add up values: 8 for one token, else 16, of which two share a multiprocessor.
     """
     call = Call(q, *rest)
+    require(call.width <= MOST_ROWS, f"rows: {MOST_ROWS} of a token at most, got {call.width}")
     adders = adders or (8 if call.tokens == 1 else 16)
     out = cupy.empty_like(call.q)
     macros = call.macros | ({"VALUE_BLOCKS": adders} if adders != 16 else {})

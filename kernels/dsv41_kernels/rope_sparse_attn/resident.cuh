@@ -116,7 +116,7 @@ __device__ void fill_buffer(char* keys, int buffer, const long long* rows, int c
 #pragma unroll 1
   for (int chunk = buffer; chunk < chunks; chunk += 2) {
     const bool used = chunk >= 2 || !first;
-    keep_here(half.thread);  // nor from chunk to chunk
+    keep_here(half.thread);  // nothing of it is kept from chunk to chunk
     if (used) meet(EMPTY + buffer, 2 * GROUP);
     half.place_first(here, rows, chunk, lists);
     arrive(FULL + buffer, 2 * GROUP);
@@ -389,4 +389,3 @@ extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS, 1)
       write_blocks(out + (long long)token * ALL_HEADS * C, staged, group * HALF, angle, pairs);
   }
 }
-

@@ -32,7 +32,6 @@ def cases(quick=False):
     inputs = training_inputs(tokens, FLOAT32)
     do = cupy.asarray(np.random.default_rng(2).standard_normal(inputs[0].shape, np.float32))
     text = definitions.sparse_attn_backward.definition
-    parts = 2 * 4 * CHANNELS * 2 * WIDTH  # of every entry, written and read once
     for version, function in {"v1": sparse_attn_backward, "cupy text": text}.items():
         yield Case(
             "sparse_attn_backward",
@@ -40,6 +39,6 @@ def cases(quick=False):
             f"T={tokens}, 8 heads x 64, 64 + 64 rows",
             call=lambda f=function: f(do, *inputs, FLOAT32),
             check=lambda f=function: error(f),
-            bytes=2 * moved(tokens, FLOAT32) + tokens * parts,
+            bytes=2 * moved(tokens, FLOAT32),
             flops=tokens * 10 * HEADS * CHANNELS * 2 * WIDTH,
         )
