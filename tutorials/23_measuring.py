@@ -280,7 +280,7 @@ with figure("Sparse decode: what limits it, by batch") as ax:
     ax.axhline(LAUNCH_COLD, color=GREY, linestyle=":")
     ax.text(1.1, LAUNCH_COLD * 1.15, "an empty launch, cold", color=GREY)
     ax.text(1.1, alone * 1.15, "a block a token, products only", color=ORANGE)
-    ax.text(1.1, 0.33, f"{SPREAD} blocks a token", color=GREEN)
+    ax.text(1.1, 1.0, f"{SPREAD} blocks a token", color=GREEN)
     ax.text(40, 1.6, "roofline: all SMs at work", color="black")
     ax.set(xscale="log", yscale="log", ylim=(0.09, 90), xlabel="tokens", ylabel="µs")
 first = int(batch[roof > LAUNCH_COLD][0])
@@ -294,7 +294,7 @@ assert all(longer), "B = 64 to 512: products take longer than memory, on the SMs
 # %% [markdown]
 # So at $B = 1$ it is latency: launch, chunks in a row, meetings of blocks. Neither GB/s nor TFLOP/s
 # describes that. 64 blocks a token find an SM each up to $B = 2$. From $B = 64$ on it is tensor
-# cores: the roof is above a launch, and the products of the busy SMs take longer than all the bytes.
+# cores: the roof is above a launch, and products of the busy SMs take longer than all the bytes.
 #
 # **Break it.** A floor can be wrong, too. Index scores in prefill: the keys are FP4, and the kernel
 # multiplies in INT8, where tensor cores are as fast as in FP8, almost twice as fast as in bf16.

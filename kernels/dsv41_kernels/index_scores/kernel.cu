@@ -341,16 +341,20 @@ extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
   any_query = __syncthreads_or(any_query), any_tile = __syncthreads_or(any_tile);
   if (!any_query && !any_tile) return;
   for (long long t = begin; t < end; ++t) {
-    for (long long tile = 0; tile < tiles; ++tile) {
+    for (long long tile = 0; tile < tiles;) {
       long long first = tile;
-      while (tile < tiles && (odd[t] || odd_tile[tile])) ++tile;
-      if (first == tile) continue;
+      // no more at once than an int counts bytes of
+      while (tile < tiles && tile - first < 65536 && (odd[t] || odd_tile[tile])) ++tile;
+      if (first == tile) {
+        ++tile;
+        continue;
+      }
       int several = (int)min((tile - first) * V5_KEYS, count - first * V5_KEYS);
       const unsigned char* from = keys + first * V5_KEYS * RECORD_BYTES;
       float* out = scores + t * count + first * V5_KEYS;
       stream_scores<OnFp8>(
           buffers, several, q + t * HEADS * CHANNELS, w + t * HEADS, true,
-          [&](int i) { return from + (long long)i * RECORD_BYTES; },
+          [&](int i) { return from + i * RECORD_BYTES; },
           [&](int i, float score) { out[i] = score; });
       __syncthreads();  // the query's place in shared memory is free again
     }
