@@ -347,6 +347,7 @@ RECORD = {
     "floor_us": 1.0,
     "cold_us": {"median": 4.0, "p10": 3.5, "p90": 5.25},
     "hot_us": {"median": 2.0, "p10": 2.0, "p90": 2.0},
+    "launched_as": "graph",
     "share": 0.25,
     "target_us": None,
     "device": "Some GPU",
@@ -393,4 +394,8 @@ def test_a_row_of_the_readme_names_the_fastest_version(tmp_path):
     assert "### Some GPU, 2026-01-02" in made
     assert "| `sinkhorn` | `dsv41.mhc` | v1 4.0, v2 2.0 | T=8 | 4,096 | 1.0 |" in made
     assert "| v2: 2.0 (1.5–1,234) / 2.0 | 25.0% |  |  | 0.5 |  |" in made
+    (tmp_path / "a.json").write_text(json.dumps([RECORD | {"launched_as": "stream"}]))
+    (tmp_path / "b.json").unlink()
+    made = readme.render(f"{readme.BEGIN}{readme.END}", readme.load(tmp_path))
+    assert "| v1: 4.0 (3.5–5.2) / 2.0, with the host |" in made
     assert "`fp4_pack`" in made.split("Not measured yet")[1]
