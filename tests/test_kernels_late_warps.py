@@ -1,8 +1,8 @@
 """Attention whose warps come late: what no barrier orders would then show in the bits.
 
-A tool that watches shared memory cannot follow these kernels (see sanitize.cu), so they are built
-once more with JITTER: at named barriers, and behind bytes that arrive, every warp waits for another
-while (wgmma.cuh).
+A tool that watches shared memory cannot follow some of these kernels (sanitize.cu), so all are
+built once more with JITTER: at named barriers, and behind bytes that arrive, every warp waits for
+another while (wgmma.cuh).
 """
 
 import numpy as np

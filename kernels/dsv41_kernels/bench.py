@@ -221,6 +221,9 @@ def main(argv=None):
             found, failed = bench(names, arguments.quick, only=arguments.only, **more)
         if not found and not failed:
             raise ValueError(f"no case says {' and '.join(arguments.only)}")
+    except ModuleNotFoundError as error:
+        print(f"bench: needs CuPy: pip install dsv41[cuda13] ({error})", file=sys.stderr)
+        return 2
     except (ImportError, ValueError) as error:
         print(f"bench: {error}", file=sys.stderr)
         return 2

@@ -36,7 +36,7 @@ MODEL = "model"
 # kernels of sanitize.cu whose order is certain: their threads, and the kernels that order things in
 # the same way; where the tool reports the first, it cannot judge the others
 CONTROLS = {
-    "ordered": (384, ("cluster", "pipeline", "relay", "resident")),
+    "ordered": (384, ("pipeline", "relay")),
     "elected": (64, ("scores_v5", "wide")),
 }
 PEERS = ("cupy text", "torch")  # versions that launch none of our kernels
@@ -179,6 +179,9 @@ def main(argv=None):
         if arguments.launch:
             return 1 if launch_all(names) else 0
         failed = watch([arguments.tool] if arguments.tool else TOOLS, names)
+    except ModuleNotFoundError as error:
+        print(f"sanitize: needs CuPy: pip install dsv41[cuda13] ({error})", file=sys.stderr)
+        return 2
     except (ImportError, ValueError) as error:
         print(f"sanitize: {error}", file=sys.stderr)
         return 2
