@@ -411,12 +411,19 @@ __device__ void score_chunk_of(Desk& desk, const Lists& lists, long long token, 
   desk.parts[tile][lane] = make_float4(s[0], s[1], s[2], s[3]);
   publish();
   meet(OF_CHUNK, SCORERS);
-  if (lane == 0)
 #pragma unroll 1
-    for (int i = tile; i < VALUE_BLOCKS; i += TILES)
-      Peer(FIRST_ADDER + (rank + i) % VALUE_BLOCKS)
-          .copy(desk.weights[rank], desk.staged, WEIGHT_BYTES,
-                desk.arrivals[weights_of(rank)]);
+  for (int i = tile; i < VALUE_BLOCKS; i += TILES) {
+    const int to = FIRST_ADDER + (rank + i) % VALUE_BLOCKS;
+    const unsigned long long& arrival = desk.arrivals[weights_of(rank)];
+    if (to == rank) {  // memcheck does not know a bulk copy of a block to itself
+#pragma unroll 4
+      for (int n = lane; n < WEIGHT_BYTES / 4; n += 32)
+        Peer(to).send(reinterpret_cast<const float*>(desk.weights[rank]) + n,
+                      reinterpret_cast<const float*>(desk.staged)[n], arrival);
+    } else if (lane == 0) {
+      Peer(to).copy(desk.weights[rank], desk.staged, WEIGHT_BYTES, arrival);
+    }
+  }
   __syncwarp();
   float sum = 0.f;  // in v4's order: of one of four threads that share a head
 #pragma unroll
