@@ -1,6 +1,6 @@
 """Attention whose warps come late: what no barrier orders would then show in the bits.
 
-A tool that watches shared memory cannot follow some of these kernels (sanitize.cu), so all are
+A tool that watches shared memory does not see what a warpgroup's products read there, so all are
 built once more with JITTER: at named barriers, and behind bytes that arrive, every warp waits for
 another while (wgmma.cuh).
 """

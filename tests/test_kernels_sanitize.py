@@ -1,12 +1,14 @@
 """What `make sanitize` launches, and what it says; the watching itself needs a GPU."""
 
+import os
+import shutil
+import subprocess
 import sys
-from itertools import pairwise
 from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from dsv41_kernels import launch, sanitize
+from dsv41_kernels import launch, nvrtc, sanitize
 from dsv41_kernels.bench import operations
 
 from dsv41 import dispatch
@@ -30,46 +32,67 @@ def test_every_kernel_of_a_source_is_known_by_name():
     assert {("hc_boundary", "wide"), ("rope_sparse_attn", "cluster")} <= sanitize.kernel_names()
 
 
-def watched(monkeypatch, fails):
-    """-> commands that are run where those fail of which `fails` is true, and what `watch` says."""
+@pytest.mark.parametrize("as_they_are", [False, True])
+def test_each_tool_watches_a_process_of_its_own(monkeypatch, as_they_are):
     monkeypatch.setattr(sanitize, "sanitizer", lambda: "compute-sanitizer")
     seen = []
 
     def run(command):
         seen.append(command)
-        return SimpleNamespace(returncode=9 if fails(command) else 0)
+        return SimpleNamespace(returncode=9 if "racecheck" in command else 0)
 
-    return seen, sanitize.watch(sanitize.TOOLS, ["sinkhorn", "model"], run)
-
-
-def test_each_tool_watches_a_process_of_its_own(monkeypatch):
-    seen, failed = watched(monkeypatch, lambda c: "racecheck" in c and "model" in c)
-    assert failed == ["racecheck"] and len(seen) == 4
-    for tool, command in zip(("memcheck", *["racecheck"] * 3), seen, strict=True):
+    names = ["sinkhorn", "model"]
+    assert sanitize.watch(sanitize.TOOLS, names, as_they_are, run) == ["racecheck"]
+    for tool, command in zip(sanitize.TOOLS, seen, strict=True):
         assert command[command.index("--tool") + 1] == tool and "--error-exitcode" in command
         assert command[command.index("--report-api-errors") + 1] == "no", "the driver's answers"
-        assert "--kernel-name-exclude" not in command
-    assert [command[-1] for command in seen] == ["model", "ordered", "elected", "model"]
-    assert seen[3][-3:] == ["--launch", "sinkhorn", "model"]
+        assert "--launch" in command and command[-2:] == names
+    plain = ["--as-they-are" in command for command in seen]
+    assert plain == [True, as_they_are], "memcheck watches what is used"
 
 
-@pytest.mark.parametrize("control", sanitize.CONTROLS)
-def test_where_a_control_is_reported_its_likes_are_left_out(monkeypatch, capsys, control):
-    seen, failed = watched(monkeypatch, lambda command: command[-1] == control)
-    _, like = sanitize.CONTROLS[control]
-    assert not failed
-    left = seen[-1][seen[-1].index("--kernel-name-exclude") + 1]
-    assert left == ",".join(f"kernel_name={name}" for name in like)
-    assert "does not watch " + ", ".join(like) in capsys.readouterr().out
-    assert set(like) <= {name for _, name in sanitize.kernel_names()}
+@pytest.mark.parametrize("arguments", [["--launch"], ["--launch", "--as-they-are"]])
+def test_what_racecheck_cannot_follow_is_built_another_way(monkeypatch, without_pool, arguments):
+    monkeypatch.setattr(launch, "macros_of_all", {})
+    monkeypatch.setattr(sanitize, "calls", lambda name: [])
+    assert sanitize.main(["sinkhorn", *arguments]) == 0
+    assert launch.macros_of_all == ({} if "--as-they-are" in arguments else {"WATCHED": 1})
 
 
-def test_where_both_are_reported_both_kinds_are_left_out(monkeypatch):
-    seen, failed = watched(monkeypatch, lambda command: command[-1] in sanitize.CONTROLS)
-    lists = [b for a, b in pairwise(seen[-1]) if a == "--kernel-name-exclude"]
-    names = [name for _, like in sanitize.CONTROLS.values() for name in like]
-    assert not failed
-    assert lists == [",".join(f"kernel_name={name}" for name in names)]
+@pytest.mark.parametrize("op", ["hc_boundary", "index_scores", "rope_sparse_attn"])
+def test_watched_builds_compile(op):
+    if not nvrtc.available():
+        pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
+    arch, macros = launch.builds(op)[0]
+    assert "watched.cuh" not in launch.source(op) and "ARRIVING" in launch.source(op)
+    assert nvrtc.usage(op, arch, macros | {"WATCHED": 1})
+
+
+MISTAKES = {  # what is taken away from a source: an order that only it has
+    "scores_v5": ("index_scores", "kernel.cu", "    wait_for(ring.full + s, parity);\n"),
+    "wide": ("hc_boundary", "one_pass.cuh", "      desk.done.wait(round);\n"),
+}
+
+
+@pytest.mark.gpu
+@pytest.mark.parametrize("kernel", MISTAKES)
+def test_racecheck_sees_a_wait_that_is_not_there(cupy, kernel, tmp_path):
+    try:
+        sanitize.sanitizer()
+    except ValueError as error:
+        pytest.skip(str(error))
+    op, file, wait = MISTAKES[kernel]
+    package = tmp_path / "dsv41_kernels"
+    shutil.copytree(launch.HERE, package, ignore=shutil.ignore_patterns("__pycache__"))
+    source = package / op / file
+    text = source.read_text(encoding="utf-8")
+    assert text.count(wait) == 1
+    source.write_text(text.replace(wait, ""), encoding="utf-8")
+    path = os.pathsep.join([str(tmp_path), *sys.path])
+    command = [sys.executable, "-m", "dsv41_kernels.sanitize", "--tool", "racecheck", op]
+    environment = os.environ | {"PYTHONPATH": path, "CUPY_CACHE_DIR": str(tmp_path / "cache")}
+    said = subprocess.run(command, env=environment, capture_output=True, text=True).stdout
+    assert said.endswith("found something: racecheck\n") and kernel in said, said
 
 
 def test_the_sanitizer_is_looked_for_in_the_toolkit(monkeypatch, tmp_path):

@@ -19,9 +19,11 @@ from pathlib import Path
 THREADS = 256
 HERE = Path(__file__).parent
 STATIC_SHARED = 48 * 1024  # bytes of shared memory that a kernel gets without asking
+MOST_SHARED = 227 * 1024  # and with it, on Hopper
 PORTABLE_CLUSTER = 8  # blocks of a cluster that it gets without asking
 LARGE_CLUSTERS_ALLOWED = 14  # CU_FUNC_ATTRIBUTE_NON_PORTABLE_CLUSTER_SIZE_ALLOWED
 used = set()  # (op, name) of all kernels that this process has asked for
+macros_of_all = {}  # what else all sources are compiled with in this process
 
 _INCLUDE = re.compile(r'^[ \t]*#include[ \t]+"([^"]+)"[^\n]*$', re.MULTILINE)
 _BUILD = re.compile(r"^//[ \t]*build:[ \t]*(.*)$", re.MULTILINE)
@@ -68,7 +70,8 @@ def module(op, arch=None, **macros):
     """<op>/kernel.cu compiled with -D macros, for `arch` or the one its build lines name."""
     import cupy
 
-    return cupy.RawModule(code=source(op), options=options(arch or builds(op)[0][0], macros))
+    flags = options(arch or builds(op)[0][0], macros | macros_of_all)
+    return cupy.RawModule(code=source(op), options=flags)
 
 
 @functools.cache
@@ -81,7 +84,7 @@ def kernel(op, name, shared=0, arch=None, cluster=1, **macros):
     used.add((op, name))
     found = module(op, arch, **macros).get_function(name)
     if shared > STATIC_SHARED:
-        found.max_dynamic_shared_size_bytes = shared
+        found.max_dynamic_shared_size_bytes = min(shared, MOST_SHARED - found.shared_size_bytes)
     if cluster > PORTABLE_CLUSTER:
         import cupy
 

@@ -6,9 +6,10 @@ NVIDIA's compute-sanitizer, which comes with the CUDA toolkit, watches what a ke
 sees an access behind the end of an array, racecheck one to shared memory that no barrier puts in
 order. Under both, every version of an operation is launched once on the small shapes of its
 bench.py, and `model`, a pseudo-operation, takes two training steps and some decode steps of a tiny
-model, with the shapes and the order of a model. Kernels that a tool cannot follow, as a control
-shows first (sanitize.cu), are launched, and not watched. CuPy's memory pool is off: inside a pool's
-block the end of an array is nothing special. The last line names the kernels that nobody launched.
+model, with the shapes and the order of a model. For racecheck kernels are built with WATCHED, since
+it cannot follow some barriers (watched.cuh); with --as-they-are they are not, and it reports races
+where the order is certain. CuPy's memory pool is off: inside a pool's block the end of an array is
+nothing special. The last line names the kernels that nobody launched.
 """
 
 import argparse
@@ -30,15 +31,8 @@ from .bench import cases, operations
 TOOLS = ("memcheck", "racecheck")
 # trap: libraries ask the driver for entry points that it may not have, which is no error of theirs;
 # reported, ten such answers would use up the lines for what kernels do
-REPORTED = 9  # exit status of a tool that has something to report
-OPTIONS = ("--report-api-errors", "no", "--print-limit", "100", "--error-exitcode", str(REPORTED))
+OPTIONS = ("--report-api-errors", "no", "--print-limit", "100", "--error-exitcode", "9")
 MODEL = "model"
-# kernels of sanitize.cu whose order is certain: their threads, and the kernels that order things in
-# the same way; where the tool reports the first, it cannot judge the others
-CONTROLS = {
-    "ordered": (384, ("pipeline", "relay")),
-    "elected": (64, ("scores_v5", "wide")),
-}
 PEERS = ("cupy text", "torch")  # versions that launch none of our kernels
 
 _NAME = re.compile(
@@ -63,19 +57,15 @@ def sanitizer():
     return found
 
 
-def watch(tools, names, run=subprocess.run):
+def watch(tools, names, as_they_are=False, run=subprocess.run):
     """Launch under each of the tools -> the names of those that found something."""
     path, failed = sanitizer(), []
     for tool in tools:
-        watched, silent = [path, "--tool", tool, *OPTIONS], []
         child = [sys.executable, "-m", "dsv41_kernels.sanitize", "--launch"]
+        if tool == "memcheck" or as_they_are:
+            child += ["--as-they-are"]
         print(f"== {tool}", flush=True)
-        for control, (_, like) in CONTROLS.items() if tool == "racecheck" else ():
-            if run([*watched, *child, control]).returncode == REPORTED:
-                print(f"{tool} sees a race where none is, so it does not watch {', '.join(like)}")
-                silent += [f"kernel_name={name}" for name in like]
-        watched += ["--kernel-name-exclude", ",".join(silent)] if silent else []
-        if run([*watched, *child, *names]).returncode:
+        if run([path, "--tool", tool, *OPTIONS, *child, *names]).returncode:
             failed.append(tool)
     return failed
 
@@ -109,12 +99,6 @@ def launch_all(names, out=print):
 
 def calls(name):
     """Yield what a call is, and the call."""
-    if name in CONTROLS:
-        import cupy
-
-        run, (threads, _) = launch.kernel("sanitize.cu", name), CONTROLS[name]
-        yield name, lambda: run((1,), (threads,), (cupy.zeros(threads, np.int32),))
-        return
     if name == MODEL:
         from .device import cuda_like
 
@@ -168,17 +152,20 @@ def main(argv=None):
     parser = argparse.ArgumentParser(prog="python -m dsv41_kernels.sanitize", description=__doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help="folder names, `model` (default: all)")
     parser.add_argument("--tool", choices=TOOLS, help="only this one")
+    parser.add_argument("--as-they-are", action="store_true", help="without WATCHED builds")
     parser.add_argument("--launch", action="store_true", help="launch here and now, unwatched")
     arguments = parser.parse_args(argv)
     known = [*operations(), MODEL]
     names = arguments.ops or known
     try:
-        if unknown := sorted(set(names) - {*known, *CONTROLS}):
+        if unknown := sorted(set(names) - set(known)):
             raise ValueError(f"no such operation: {', '.join(unknown)}")
         importlib.import_module("cupy")
         if arguments.launch:
+            launch.macros_of_all |= {} if arguments.as_they_are else {"WATCHED": 1}
             return 1 if launch_all(names) else 0
-        failed = watch([arguments.tool] if arguments.tool else TOOLS, names)
+        tools = [arguments.tool] if arguments.tool else TOOLS
+        failed = watch(tools, names, arguments.as_they_are)
     except ModuleNotFoundError as error:
         print(f"sanitize: needs CuPy: pip install dsv41[cuda13] ({error})", file=sys.stderr)
         return 2

@@ -8,6 +8,8 @@
 // + 2 t and + 1; d[4 j + 2, 3] are eight rows below. A step of 16 bytes inside a matrix is 1 in its
 // description.
 
+#include "watched.cuh"
+
 constexpr int BLOCK = 64 * 128;  // bytes
 
 __device__ unsigned long long matrix(const void* begin) {
@@ -131,12 +133,12 @@ __device__ void linger() {
 // Barrier `id` opens when `count` threads have arrived; `meet` also waits for it.
 __device__ void meet(int id, int count) {
   linger();
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+  wait_named(id, count);
   linger();
 }
 __device__ void arrive(int id, int count) {
   linger();
-  asm volatile("bar.arrive %0, %1;" ::"r"(id), "r"(count) : "memory");
+  arrive_named(id, count);
 }
 
 template <int COUNT>

@@ -20,6 +20,7 @@
 // read for every 16 tokens (thin) or once a launch and team (wide), where v3 reads it for every 4.
 #pragma once
 #include "../tensor.cuh"
+#include "../watched.cuh"
 
 constexpr int WIDTH = 32 * UNITS * HALVES;
 constexpr int PARTS = 3;   // bf16 summands of a number of fn
@@ -734,7 +735,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       float root[2] = {roots[0], roots[8]};
       if (round < walk.rounds) put_sums(total, desk.tables + part * PLACES);
       __syncwarp();
-      if (lane == 0 && round < walk.rounds) desk.done.arrive();
+      if (lane < ARRIVING && round < walk.rounds) desk.done.arrive();
       if (round >= 3)
         put_unit(raw[3], root, Place(walk.first(round - 3), tokens), c, weights_of_x + c - start,
                  x, false);
@@ -746,8 +747,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
   }
   if (lane == 0) {
     desk.fed[0].start(32), desk.fed[1].start(32);
-    desk.done.start(UNITS);
-    for (Signal& each : desk.freed) each.start(1);
+    desk.done.start(UNITS * ARRIVING);
+    for (Signal& each : desk.freed) each.start(ARRIVING);
   }
   __syncwarp();
   Mixing<const float> old = {pre_in, post_in, comb_in};
@@ -806,7 +807,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       if (lane < 16) desk.roots[round % 4][lane] = root;
     }
     __syncwarp();
-    if (lane == 0) desk.freed[round % 4].arrive();
+    if (lane < ARRIVING) desk.freed[round % 4].arrive();
     for (; late && t < 16 && first + t < tokens; t += HALVES) {
       mix_token(total.sum(old_tag), first + t, affine, pre, post, desk.matrices[pending],
                 norm_eps, eps);

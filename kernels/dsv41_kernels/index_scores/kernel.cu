@@ -7,6 +7,7 @@
 // build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1
 // build: HEADS=32 CHANNELS=128 PACKED=1 BF16=0
 #include "score_int8.cuh"
+#include "watched.cuh"
 
 // v1: one key per thread, one query per row of the grid.
 extern "C" __global__ void __launch_bounds__(128, 2)
@@ -281,7 +282,8 @@ extern "C" __global__ void __launch_bounds__(32 * V5_WARPS, 1)
   if (threadIdx.x < V5_STAGES) {
     unsigned full = shared_at(ring.full + threadIdx.x), empty = shared_at(ring.empty + threadIdx.x);
     asm volatile("mbarrier.init.shared::cta.b64 [%0], 1;" ::"r"(full));
-    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty), "n"(V5_WARPS));
+    asm volatile("mbarrier.init.shared::cta.b64 [%0], %1;" ::"r"(empty),
+                 "n"(V5_WARPS * ARRIVING));
     asm volatile("fence.mbarrier_init.release.cluster;" ::: "memory");
   }
   if (__syncthreads_or(own.misfit)) {
@@ -321,7 +323,7 @@ extern "C" __global__ void __launch_bounds__(32 * V5_WARPS, 1)
       out += 2 * count, left -= 2;
     }
     __syncwarp();
-    if (lane == 0)
+    if (lane < ARRIVING)
       asm volatile("mbarrier.arrive.shared::cta.b64 _, [%0];" ::"r"(shared_at(ring.empty + s))
                    : "memory");
     if (++s == V5_STAGES) s = 0, parity ^= 1;

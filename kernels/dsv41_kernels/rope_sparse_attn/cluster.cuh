@@ -86,6 +86,14 @@ __device__ void await(const unsigned long long& barrier) {
 // A barrier of a part of the block that also says whether any of its threads found something.
 __device__ bool meet_or(int id, int count, bool found) {
   linger();
+#ifdef WATCHED
+  __shared__ unsigned any;
+  if (threadIdx.x == SCORERS) any = 0;
+  meet(id, count);
+  if (found) atomicOr(&any, 1u);
+  meet(id, count);
+  return any;
+#else
   unsigned any;
   asm volatile(
       "{ .reg .pred p, q; setp.ne.u32 p, %3, 0; barrier.cta.red.or.aligned.pred q, %1, %2, p;"
@@ -94,6 +102,7 @@ __device__ bool meet_or(int id, int count, bool found) {
       : "r"(id), "r"(count), "r"((unsigned)found)
       : "memory");
   return any;
+#endif
 }
 
 // The same place in the shared memory of another block.
@@ -492,6 +501,9 @@ extern "C" __global__ void __cluster_dims__(BLOCKS, 1, 1) __launch_bounds__(CLUS
   const long long begin = (token * ALL_HEADS + first_head) * C;  // of the heads in q and out
   const bool scores = rank < chunks, adds = rank >= FIRST_ADDER;
 
+  prepare({{LOADED, SCORERS + HELPERS}, {LISTED, HELPERS}, {COMPUTED, HELPERS + 32},
+           {ROTATED, SCORERS + HELPERS}, {JOINED, HELPERS}, {DECAYED, 32 + ADDERS},
+           {NORMED, 32 + ADDERS}, {OF_CHUNK, SCORERS}});
   if (threadIdx.x >= SCORERS + HELPERS) {
     keep_books(desk, positions + token, freqs, pairs, sink + first_head, chunks, scores, adds);
     return;

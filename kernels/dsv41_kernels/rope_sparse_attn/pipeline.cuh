@@ -252,6 +252,8 @@ extern "C" __global__ void __launch_bounds__(3 * GROUP, 1)
   long long* rows = reinterpret_cast<long long*>(angle + pairs);   // (chunks, CHUNK)
   uint2* valid = reinterpret_cast<uint2*>(rows + chunks * CHUNK);  // (chunks,) bits of places
 
+  prepare({{FULL, 3 * GROUP}, {FULL + 1, 3 * GROUP}, {EMPTY, 3 * GROUP}, {EMPTY + 1, 3 * GROUP},
+           {WEIGHED, 2 * GROUP}, {TAKEN, 2 * GROUP}, {READERS, 2 * GROUP}});
   bool past_the_end = read_lists(rows, valid, lists, token, chunks, 3 * GROUP);
   for (int i = threadIdx.x; i < pairs; i += 3 * GROUP)
     angle[i] = angle_of(positions[token], freqs[i], false);

@@ -273,6 +273,11 @@ extern "C" __global__ void __launch_bounds__(RELAY_THREADS, 1)
   long long* rows = reinterpret_cast<long long*>(angle + pairs);   // (chunks, CHUNK)
   uint2* valid = reinterpret_cast<uint2*>(rows + chunks * CHUNK);  // (chunks,) bits of places
 
+  prepare({{FULL, (1 + MAKERS) * GROUP}, {FULL + 1, (1 + MAKERS) * GROUP},
+           {EMPTY, (2 + MAKERS) * GROUP}, {EMPTY + 1, (2 + MAKERS) * GROUP},
+           {WEIGHED_A, 2 * GROUP}, {WEIGHED_B, 2 * GROUP}, {READERS, 2 * GROUP}, {WRITTEN, GROUP},
+           {WRITTEN + 1, GROUP}, {ASKED, MAKERS * GROUP}, {TURNED, 3 * GROUP},
+           {SCORED_A, 2 * GROUP}});
   if (group >= 2) {
     fewer_registers<MAKER_REGISTERS>();
     const bool past_the_end = read_rows<5>(rows, valid, lists, token, chunks,

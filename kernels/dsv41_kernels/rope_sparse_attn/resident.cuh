@@ -320,6 +320,11 @@ extern "C" __global__ void __launch_bounds__(RESIDENT_THREADS, 1)
   float* sinks = reinterpret_cast<float*>(flags + 2);          // (ALL_HEADS,)
   long long* rows = reinterpret_cast<long long*>(sinks + 64);  // (chunks, CHUNK)
 
+  prepare({{FULL, 2 * GROUP}, {FULL + 1, 2 * GROUP}, {FULL_TOO, 2 * GROUP},
+           {FULL_TOO + 1, 2 * GROUP}, {EMPTY, 2 * GROUP}, {EMPTY + 1, 2 * GROUP},
+           {empty_too(0), 2 * GROUP}, {empty_too(1), 2 * GROUP}, {WEIGHED_A, SCORING},
+           {WEIGHED_B, SCORING}, {SCORED_A, SCORING}, {READERS, SCORING}, {WRITTEN, GROUP},
+           {WRITTEN + 1, GROUP}, {ROWS_READ, MAKING}, {KNOWN, RESIDENT_THREADS}});
   if (group >= 2) {
     fewer_registers<LOW_REGISTERS>();
 #pragma unroll 1
