@@ -359,7 +359,16 @@ RECORD = {
 
 def test_the_readme_shows_the_results_and_nothing_else():
     text = readme.README.read_text(encoding="utf-8")
-    assert readme.render(text, readme.load()) == text, "run python -m dsv41_kernels.readme"
+    assert readme.render(text, readme.sections()) == text, "run python -m dsv41_kernels.readme"
+
+
+def test_what_stands_around_the_sections_of_the_readme_stays():
+    text = "top <!-- a: begin -->stale<!-- a: end --> middle <!-- b: begin --><!-- b: end --> tail"
+    made = readme.render(text, {"a": "one", "b": "two"})
+    assert (
+        made.split()
+        == text.replace("stale", " one ").replace("begin --><", "begin --> two <").split()
+    )
 
 
 def test_the_readme_says_what_was_missed_and_by_how_much():
@@ -389,13 +398,12 @@ def test_a_row_of_the_readme_names_the_fastest_version(tmp_path):
     older = faster | {"date": "2026-01-01", "cold_us": {"median": 0.1, "p10": 0.1, "p90": 0.1}}
     (tmp_path / "a.json").write_text(json.dumps([RECORD, faster, peer]))
     (tmp_path / "b.json").write_text(json.dumps([older]))
-    made = readme.render(f"top {readme.BEGIN}stale{readme.END} tail", readme.load(tmp_path))
-    assert made.startswith("top ") and made.endswith(" tail") and "stale" not in made
+    made = readme.section(readme.load(tmp_path))
     assert "### Some GPU, 2026-01-02" in made
     assert "| `sinkhorn` | `dsv41.mhc` | v1 4.0, v2 2.0 | T=8 | 4,096 | 1.0 |" in made
     assert "| v2: 2.0 (1.5–1,234) / 2.0 | 25.0% |  |  | 0.5 |  |" in made
     (tmp_path / "a.json").write_text(json.dumps([RECORD | {"launched_as": "stream"}]))
     (tmp_path / "b.json").unlink()
-    made = readme.render(f"{readme.BEGIN}{readme.END}", readme.load(tmp_path))
+    made = readme.section(readme.load(tmp_path))
     assert "| v1: 4.0 (3.5–5.2) / 2.0, with the host |" in made
     assert "`fp4_pack`" in made.split("Not measured yet")[1]

@@ -1,6 +1,7 @@
-"""Which kernel is how fast? The table of kernels/README.md, from kernels/results/*.json alone.
+"""Which kernel is how fast? The tables of kernels/README.md, from kernels/results/*.json alone.
 
     python -m dsv41_kernels.bench --json kernels/results/NAME.json     measure (on a GPU)
+    python -m dsv41_kernels.profiles --json kernels/results/profiles.json     look into what is late
     python -m dsv41_kernels.readme [--check]                           write, or compare, the table
 
 A line is one operation on one shape. "Measured" is the fastest RawKernel version, cold, as median
@@ -18,7 +19,10 @@ from .overview import definitions, kernels_of
 
 README = HERE.parent / "README.md"
 RESULTS = HERE.parent / "results"
-BEGIN, END = "<!-- measured: begin -->", "<!-- measured: end -->"
+PROFILES = "profiles.json"  # what profiles.py wrote
+PROFILED = (
+    "| op | shape | kernel | µs | MHz | issued | tensor cores | GB/s | memory | states of warps |"
+)
 PEERS = ("numba", "torch", "cupy text")
 HEADING = (
     "| op | definition | versions | shape | bytes | floor µs | measured µs, cold (p10–p90) / hot "
@@ -29,7 +33,7 @@ HEADING = (
 def load(folder=RESULTS):
     """Records of all result files; of a version measured twice on a device the last date counts."""
     found = {}
-    for path in sorted(folder.glob("*.json")):
+    for path in sorted(set(folder.glob("*.json")) - {folder / PROFILES}):
         for record in json.loads(path.read_text(encoding="utf-8")):
             key = tuple(record[k] for k in ("device", "op", "shape", "version"))
             if key not in found or found[key]["date"] <= record["date"]:
@@ -70,13 +74,23 @@ def table(records, names):
         yield row(op, shape, group, names)
 
 
+def fastest_of(records):
+    """{(op, shape): the record of the version of ours that takes the least time}."""
+    found = {}
+    for r in (r for r in records if r["version"] not in PEERS):
+        other = found.setdefault((r["op"], r["shape"]), r)
+        if r["cold_us"]["median"] < other["cold_us"]["median"]:
+            found[r["op"], r["shape"]] = r
+    return found
+
+
 def missed(records):
     """Markdown lines: the shapes whose fastest version takes longer than the time to beat."""
-    found = {}
-    for r in records:
-        if r["target_us"] and r["version"] not in PEERS:
-            place = r["op"], r["shape"], r["target_us"]
-            found[place] = min(found.get(place, r["cold_us"]["median"]), r["cold_us"]["median"])
+    found = {
+        (*place, best["target_us"]): best["cold_us"]["median"]
+        for place, best in fastest_of(records).items()
+        if best["target_us"]
+    }
     late = {place: time for place, time in found.items() if time > place[2]}
     yield f"{len(found) - len(late)} of {len(found)} times to beat are met."
     if late:
@@ -85,6 +99,17 @@ def missed(records):
         for (op, shape, target), time in sorted(late.items(), key=lambda e: -e[1] / e[0][2]):
             yield _join(f"`{op}`", shape, _us(time), _us(target), f"{time / target:.2f}")
     yield ""
+
+
+def profiled(profiles):
+    """Markdown: what profiles.py found, a row per kernel."""
+    lines = [PROFILED, "| --- " * (PROFILED.count("|") - 1) + "|"]
+    for p in profiles:
+        states = ", ".join(f"{name} {share:.0%}" for name, share in p["states"].items())
+        cells = [f"`{p['kernel']}`", f"{p['us']:,.1f}", f"{p['sm_mhz']:,.0f}", f"{p['issued']:.0%}"]
+        cells += [f"{p['tensor']:.0%}", f"{p['gbps']:,.0f}", f"{p['memory']:.0%}", states]
+        lines.append(_join(f"`{p['op']}`", p["shape"], *cells))
+    return "\n".join(lines)
 
 
 def _how(record):
@@ -124,10 +149,20 @@ def _join(*cells):
     return "| " + " | ".join(cells) + " |"
 
 
-def render(text, records):
-    """The README with the section between the markers made anew."""
-    before, rest = text.split(BEGIN)
-    return f"{before}{BEGIN}\n\n{section(records)}\n\n{END}{rest.split(END)[1]}"
+def sections():
+    """All that README.md shows of the results: {name of the section: text}."""
+    path = RESULTS / PROFILES
+    profiles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    return {"measured": section(load()), "profiled": profiled(profiles)}
+
+
+def render(text, sections):
+    """The README with what is between each section's marks made anew."""
+    for name, made in sections.items():
+        begin, end = (f"<!-- {name}: {which} -->" for which in ("begin", "end"))
+        before, rest = text.split(begin)
+        text = f"{before}{begin}\n\n{made}\n\n{end}{rest.split(end)[1]}"
+    return text
 
 
 def main(argv=None):
@@ -135,7 +170,7 @@ def main(argv=None):
     parser.add_argument("--check", action="store_true", help="only compare; exit code 1 if stale")
     check = parser.parse_args(argv).check
     text = README.read_text(encoding="utf-8")
-    made = render(text, load())
+    made = render(text, sections())
     if check:
         return int(made != text)
     README.write_text(made, encoding="utf-8")
