@@ -480,15 +480,15 @@ def test_released_sizes_and_long_rows_take_several_launches(fake_cuda):  # noqa:
 
 def whole_numbers(records):
     """Records whose scales lie within 2^3 -> (N, 128) int and (N,) float: what score_int8.cuh makes
-    of them, with its sums of whole words in which no byte may borrow from the next.
+    of them, with its sums of whole words in which no byte may carry into the next.
     """
     table, codes = np.array([0, 1, 2, 3, 4, 6, 8, 12], np.uint32), records[:, :64]
     top = records[:, 64:].max(axis=1).astype(int)
     shift = (records[:, 64:] - (top[:, None] - 3)).astype(np.uint32).repeat(32, axis=1)
     codes = np.stack([codes & 15, codes >> 4], axis=2).reshape(len(codes), 128)
     size = table[codes & 7] << shift
-    plus, minus = (np.where(codes >> 3 == sign, size, 0).astype(np.uint8) for sign in (0, 1))
-    words = np.uint32(0x80808080) + plus.view("<u4") - minus.view("<u4")
+    plus, rest = np.where(codes < 8, size, 0).astype(np.uint8), (128 - size).astype(np.uint8)
+    words = 2 * plus.view("<u4") + rest.view("<u4")
     return words.view(np.uint8).astype(int) - 128, np.exp2(np.float32(top) - 131)
 
 
@@ -533,6 +533,14 @@ def test_shares_of_keys_are_whole_turns_of_a_block(tokens, count):
 
     share = equal_shares(tokens, count)
     assert share % (32 * WARPS) == 0 and share % RUN == 0 and share > 0
+
+
+def test_large_blocks_share_keys_among_all_processors():
+    from dsv41_kernels.indexing import equal_shares
+
+    for tokens, count, blocks in [(1, 524_288, 132), (32, 131_072, 128), (33, 131_072, 132)]:
+        share = equal_shares(tokens, count, 16, 132, 32)
+        assert share % 32 == 0 and tokens * -(-count // share) == blocks
 
 
 def test_bad_arrays_are_refused_by_name(fake_cuda):  # noqa: F811

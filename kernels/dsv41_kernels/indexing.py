@@ -57,18 +57,18 @@ def on_tensor_cores(known):
     return known["PACKED"] == 1 and (known["HEADS"], known["CHANNELS"]) == (32, 128)
 
 
-def equal_shares(tokens, count):
+def equal_shares(tokens, count, warps=WARPS, blocks=BLOCKS, step=32 * WARPS):
     """Like keys_per_block, where every query sees `count` keys: whole waves of blocks, few of them,
-    since each block has a query to unpack and a first tile to wait for, the time of 300 keys.
+    since each block has a query to unpack and a first tile to wait for, the time of a turn. A
+    multiple of `step`.
     """
-    step = 32 * WARPS
-    turns = max(1, -(-count // step))
+    turn, steps = 32 * warps / step, max(1, -(-count // step))
 
     def time(chunks):
-        return -(-tokens * chunks // BLOCKS) * (-(-turns // chunks) + 1.2)
+        return -(-tokens * chunks // blocks) * (-(-steps // chunks) / turn + 1.2)
 
-    chunks = {max(1, min(turns, waves * BLOCKS // max(1, tokens))) for waves in range(1, 9)}
-    return step * -(-turns // min(sorted(chunks), key=time))
+    chunks = {max(1, min(steps, waves * blocks // max(1, tokens))) for waves in range(1, 9)}
+    return step * -(-steps // min(sorted(chunks), key=time))
 
 
 def keys_per_block(total):

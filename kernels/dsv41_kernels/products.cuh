@@ -13,6 +13,16 @@ __device__ __forceinline__ void mma_bf16(float* d, const unsigned* a, unsigned b
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b0), "r"(b1));
 }
 
+// d (16, 8) s32 = c + a (16, 32) u8 * b (32, 8) s8, exact, by one warp. As above, but each register
+// holds four neighbours, of columns of a and rows of b, which begin at 4c and at 4c + 16.
+__device__ __forceinline__ void mma_u8(int* d, const unsigned* a, uint2 b, const int* c) {
+  asm("mma.sync.aligned.m16n8k32.row.col.s32.u8.s8.s32 "
+      "{%0, %1, %2, %3}, {%4, %5, %6, %7}, {%8, %9}, {%10, %11, %12, %13};"
+      : "=r"(d[0]), "=r"(d[1]), "=r"(d[2]), "=r"(d[3])
+      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "r"(b.x), "r"(b.y), "r"(c[0]), "r"(c[1]),
+        "r"(c[2]), "r"(c[3]));
+}
+
 // two bf16 products, each rounded to bf16; subnormal numbers count
 __device__ __forceinline__ unsigned multiply_bf16x2(unsigned a, unsigned b) {
   unsigned product;
@@ -27,6 +37,21 @@ __device__ __forceinline__ unsigned relu_bf16x2(float low, float high) {
   return pair;
 }
 
+// x, of which the compiler shall not know how to make it again: it stays in its register
+template <class Number>
+__device__ __forceinline__ Number kept(Number x) {
+  if constexpr (sizeof(x) == 8)
+    asm volatile("" : "+l"(x));
+  else
+    asm volatile("" : "+r"(x));
+  return x;
+}
+
+// *to = x, where the compiler has lost sight of what kind of memory that is
+__device__ __forceinline__ void store_global(float* to, float x) {
+  asm volatile("st.global.f32 [%0], %1;" ::"l"(to), "f"(x) : "memory");
+}
+
 // start copying 16 bytes into shared memory; what is behind the first `bytes` becomes zero
 __device__ __forceinline__ void copy_async(void* shared, const void* global, int bytes) {
   unsigned to = (unsigned)__cvta_generic_to_shared(shared);
@@ -34,13 +59,18 @@ __device__ __forceinline__ void copy_async(void* shared, const void* global, int
                : "memory");
 }
 
-// the same 16 bytes, `offset` behind both
-template <int OFFSET>
-__device__ __forceinline__ void copy_async_behind(void* shared, const void* global) {
+// the 16 bytes at 512 * i of a lane for i = -2 .. 1, and those for i = 2 where `more` holds
+__device__ __forceinline__ void copy_async_around(void* shared, const void* global, bool more) {
   unsigned to = (unsigned)__cvta_generic_to_shared(shared);
-  asm volatile("cp.async.cg.shared.global [%0 + %2], [%1 + %2], 16;" ::"r"(to), "l"(global),
-               "n"(OFFSET)
-               : "memory");
+  asm volatile(
+      "{\n.reg .pred more;\nsetp.ne.u32 more, %2, 0;\n"
+      "cp.async.cg.shared.global [%0 + -1024], [%1 + -1024], 16;\n"
+      "cp.async.cg.shared.global [%0 + -512], [%1 + -512], 16;\n"
+      "cp.async.cg.shared.global [%0], [%1], 16;\n"
+      "cp.async.cg.shared.global [%0 + 512], [%1 + 512], 16;\n"
+      "@more cp.async.cg.shared.global [%0 + 1024], [%1 + 1024], 16;\n}\n" ::"r"(to),
+      "l"(global), "r"((int)more)
+      : "memory");
 }
 
 // end a group of copies
@@ -81,19 +111,6 @@ __device__ __forceinline__ void start_product(float* d, const unsigned* a, Matri
       : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]), "+f"(d[7]),
         "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]), "+f"(d[14]),
         "+f"(d[15])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
-}
-
-// The same of whole numbers: d (64, 32) s32 += a u8 * b^T s8, exact.
-__device__ __forceinline__ void add_product_u8(int* d, const unsigned* a, Matrix b) {
-  asm volatile(
-      "{\n.reg .pred add;\nsetp.ne.b32 add, 1, 0;\n"
-      "wgmma.mma_async.sync.aligned.m64n32k32.s32.u8.s8 "
-      "{%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15}, "
-      "{%16, %17, %18, %19}, %20, add;\n}\n"
-      : "+r"(d[0]), "+r"(d[1]), "+r"(d[2]), "+r"(d[3]), "+r"(d[4]), "+r"(d[5]), "+r"(d[6]),
-        "+r"(d[7]), "+r"(d[8]), "+r"(d[9]), "+r"(d[10]), "+r"(d[11]), "+r"(d[12]), "+r"(d[13]),
-        "+r"(d[14]), "+r"(d[15])
       : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b));
 }
 

@@ -144,8 +144,10 @@ __device__ __forceinline__ const Encoded* encode_query(const float* q, const flo
 
 // How v4 scores: a warp group together, each warp a tile of its own. A query that E4M3 does not hold is
 // scored like v1.
+template <int COUNT = 8>
 struct OnFp8 {
   static const bool PARTIAL = false;
+  static const int WARPS = COUNT;
   const float *q, *w;
   const Encoded* encoded;
   Query query;

@@ -1,6 +1,6 @@
 #pragma once
 #include "score_fp8.cuh"
-// Index scores by exact INT8 products of warp groups, for 32 heads of 128 channels and MXFP4 keys.
+// Index scores by exact INT8 products, for 32 heads of 128 channels and MXFP4 keys.
 //
 // Twice an E2M1 value is one of 0 1 2 3 4 6 8 12, and where the scales of a key's four groups
 // differ by up to 2^3, all 128 channels are whole numbers up to 96 times one power of two; so is a
@@ -10,8 +10,9 @@
 // numbers: those of the heads go into the weights, that of the key into its score. A key or a query
 // that is not like that is left to score_fp8.cuh.
 //
-// A lane unpacks the 32 channels of one group, so it needs one table of eight bytes per key. PRMT
-// reads it by four codes at once, and makes zero of those with the sign bit.
+// A lane unpacks the 32 channels of one group, so it needs one table of eight bytes per key, and
+// another with what they leave of 128. PRMT reads a table by four codes at once, and makes zero of
+// those with the sign bit.
 #if PACKED && HEADS == 32 && CHANNELS == 128
 
 const int MOST_NUMBER = 112;  // E4M3 holds 4 times that, too
@@ -61,18 +62,26 @@ __device__ __forceinline__ unsigned look_up(uint2 table, unsigned codes) {
   return found;
 }
 
-// 8 codes -> 128 + value, a byte each, so that none borrows from the next
-__device__ __forceinline__ void unpack_int8(unsigned word, uint2 table, unsigned& low,
-                                            unsigned& high) {
-  unsigned other = word ^ 0x88888888u;
-  low = 0x80808080u + look_up(table, word) - look_up(table, other);
-  word >>= 16, other >>= 16;
-  high = 0x80808080u + look_up(table, word) - look_up(table, other);
-}
+// What a lane knows of a group: eight magnitudes, and 128 less each of them.
+struct Table {
+  uint2 magnitudes, rest;
+};
 
 // 0 1 2 3 4 6 8 12, times 2^shift (0 .. 3; only 5 bits count)
-__device__ __forceinline__ uint2 magnitudes(unsigned shift) {
-  return {__funnelshift_l(0, 0x03020100u, shift), __funnelshift_l(0, 0x0c080604u, shift)};
+__device__ __forceinline__ Table table_of(unsigned shift) {
+  unsigned low = __funnelshift_l(0, 0x03020100u, shift);
+  unsigned high = __funnelshift_l(0, 0x0c080604u, shift);
+  return {{low, high}, {0x80808080u - low, 0x80808080u - high}};
+}
+
+// the lower four codes -> 128 + value, a byte each: 128 less the magnitude, and twice that where no
+// sign is. No byte carries into the next, and a multiplication leaves to PRMT the units it needs.
+__device__ __forceinline__ unsigned four_int8(unsigned codes, const Table& table) {
+  unsigned sum, sizes = codes & 0x77777777u;
+  asm("mad.lo.u32 %0, %1, 2, %2;"
+      : "=r"(sum)
+      : "r"(look_up(table.magnitudes, codes)), "r"(look_up(table.rest, sizes)));
+  return sum;
 }
 
 // What the four scales of a key say: the shift of each group, in a byte, and the factor of all. The
@@ -104,31 +113,34 @@ __device__ __forceinline__ float score_of_sum(float sum, float factor) {
   return score;
 }
 
-// A query in shared memory. Keys count 128 too much, which saves a sign, so products start at
-// `start`: where sums come out as the bits of 1.5 * 2^23 + dot, a float32 from which one
-// subtraction takes dot.
+// Keys count 128 too much, which saves a sign, so products start at `start`: where sums come out as
+// the bits of 1.5 * 2^23 + dot, a float32 from which one subtraction takes dot.
 const unsigned MAGIC = 0x4b400000u;
 
-struct Whole {
-  alignas(128) unsigned char bytes[QUERY_BYTES];
+struct Whole {  // a query in shared memory
+  alignas(16) unsigned char bytes[QUERY_BYTES];
   float weights[HEADS];
-  uint4 start[HEADS / 2];  // of heads 2 i and 2 i + 1, twice: for two rows of keys
+  int4 start[HEADS / 2];  // of two heads, twice: for two rows of keys
 };
 
-// How index_scores v6 and v4 of the choose_ ops score: 16 keys of each warp are multiplied while the next 16 are unpacked.
+// How index_scores v6 and v4 of the choose_ ops score. Products of single warps find the query in
+// registers, and integer work goes on beside them; those of a warp group are waited for by four.
+template <int COUNT = 8>
 struct OnInt8 {
   static const bool PARTIAL = true;
-  typedef OnFp8 Otherwise;
-  const Whole* encoded;
-  float4 some[HEADS / WARPS];
-  float weights[HEADS / WARPS];
+  static const int WARPS = COUNT, EACH = HEADS / WARPS;
+  typedef OnFp8<COUNT> Otherwise;
+  float4 some[EACH];
+  float weights[EACH];
   Query query;
+  uint2 heads[4][4];        // [words of a group][heads 8 n + g], b of mma_u8
+  int start, mine, own, c;  // c of mma_u8 in shared memory, the lane's codes in a tile, its key
   unsigned failed;
 
   __device__ __forceinline__ OnInt8(const float* q, const float* w) {
     int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
 #pragma unroll
-    for (int i = 0; i < HEADS / WARPS; ++i) {
+    for (int i = 0; i < EACH; ++i) {
       some[i] = ((const float4*)q)[(warp + i * WARPS) * (CHANNELS / 4) + lane];
       weights[i] = w[warp + i * WARPS];
     }
@@ -136,73 +148,76 @@ struct OnInt8 {
 
   __device__ __forceinline__ void prepare() {
     __shared__ Whole to;
-    int warp = threadIdx.x / 32, lane = threadIdx.x % 32;
+    int warp = threadIdx.x / 32, lane = threadIdx.x % 32, g = lane / 4;
     bool whole = true;
 #pragma unroll
-    for (int i = 0; i < HEADS / WARPS; ++i) {
+    for (int i = 0; i < EACH; ++i) {
       int n = warp + i * WARPS;
       Head head = whole_head(some[i], weights[i]);
       *(unsigned*)(to.bytes + number_place(n, HEADS)) = head.numbers;
       if (lane == 0) to.weights[n] = head.weight;
-      if (lane < 2) ((unsigned*)(to.start + n / 2))[2 * lane + n % 2] = MAGIC - 128 * head.sum;
+      if (lane < 2) ((int*)(to.start + n / 2))[2 * lane + n % 2] = MAGIC - 128 * head.sum;
       whole &= head.whole;
     }
-    publish_shared();
     failed = __syncthreads_or(!whole);
-    encoded = &to;
     load_weights(to.weights, query);
+    c = kept(lane % 4), mine = kept(row(g) * RECORD_BYTES + 16 * c), own = kept(row(g) + 4 * c);
+    start = kept((int)__cvta_generic_to_shared(to.start + c));
+#pragma unroll
+    for (int i = 0; i < 4; ++i) {
+#pragma unroll
+      for (int n = 0; n < 4; ++n) {
+        const unsigned* from = (const unsigned*)(to.bytes + 1024 * i + 16 * (8 * n + g) + 4 * c);
+        heads[i][n] = {from[0], from[512 / 4]};
+      }
+    }
   }
 
   // Lane 4 g + c reads words 4 c .. 4 c + 3 of the keys row(g) + 4 j, in 32 different banks, and
   // answers for the key where j is c.
   __device__ static int row(int g) { return g % 4 + g / 4 * 16; }
-  __device__ static int place() { return row(threadIdx.x % 32 / 4) + threadIdx.x % 4 * 4; }
+  __device__ __forceinline__ int place() const { return own; }
 
   __device__ __forceinline__ float tile_score(const unsigned char* records) {
-    int lane = threadIdx.x % 32, g = lane / 4, c = lane % 4;
-    const unsigned* words = (const unsigned*)records;
-    Scales own = read_scales(words[place() * (RECORD_BYTES / 4) + 16]);
-    failed |= own.misfit;
-    const unsigned* group = words + row(g) * (RECORD_BYTES / 4) + 4 * c;
-    Matrix bytes = matrix_at(encoded->bytes);
-    int dots[2][16];
-    unsigned codes[2][4][4];
-#pragma unroll
-    for (int half = 0; half < 2; ++half) {
-#pragma unroll
-      for (int lower = 0; lower < 2; ++lower) {
-        int j = 2 * half + lower;
-        uint2 table = magnitudes(__shfl_sync(0xffffffffu, own.shifts, j, 4) >> 8 * c);
-#pragma unroll
-        for (int i = 0; i < 4; ++i)
-          unpack_int8(group[4 * j * (RECORD_BYTES / 4) + i], table, codes[half][i][lower],
-                      codes[half][i][2 + lower]);
-      }
-#pragma unroll
-      for (int n = 0; n < 4; ++n) {
-        uint4 start = encoded->start[4 * n + c];
-        dots[half][4 * n] = start.x, dots[half][4 * n + 1] = start.y;
-        dots[half][4 * n + 2] = start.z, dots[half][4 * n + 3] = start.w;
-      }
-      begin_products();
-#pragma unroll
-      for (int i = 0; i < 4; ++i)
-        add_product_u8(dots[half], codes[half][i], matrix_behind(bytes, 1024 * i));
-      close_products();
-    }
+    const unsigned char* group = records + mine;
+    Scales scales = read_scales(*(const unsigned*)(group + c * (4 * RECORD_BYTES - 16) + 64));
+    failed |= scales.misfit;
+    const int4* sums = (const int4*)__cvta_shared_to_generic(start);
     float result = 0.f;
 #pragma unroll
     for (int half = 0; half < 2; ++half) {
-      half ? await_products<0>() : await_products<1>();
-      settle_product(dots[half]);
+      unsigned codes[4][4];
+#pragma unroll
+      for (int lower = 0; lower < 2; ++lower) {
+        int j = 2 * half + lower;
+        Table table = table_of(__shfl_sync(0xffffffffu, scales.shifts, j, 4) >> 8 * c);
+        const unsigned short* fours = (const unsigned short*)(group + 4 * j * RECORD_BYTES);
+#pragma unroll
+        for (int i = 0; i < 4; ++i) {  // by two bytes: loads have units to spare, shifts have not
+          codes[i][lower] = four_int8(fours[2 * i], table);
+          codes[i][2 + lower] = four_int8(fours[2 * i + 1], table);
+        }
+      }
+      int dots[4][4];
+#pragma unroll
+      for (int i = 0; i < 4; ++i) {
+#pragma unroll
+        for (int n = 0; n < 4; ++n) {
+          int4 first = sums[4 * n];
+          mma_u8(dots[n], codes[i], heads[i][n], i ? dots[n] : &first.x);
+        }
+      }
       float numbers[4][4];
 #pragma unroll
-      for (int i = 0; i < 16; ++i)
-        numbers[i / 4][i % 4] = __fadd_rn(__int_as_float(dots[half][i]), -__uint_as_float(MAGIC));
-      float2 sums = add_heads(numbers, query);
-      if (c / 2 == half) result = c % 2 ? sums.y : sums.x;
+      for (int i = 0; i < 16; ++i) {
+        int dot = dots[i / 4][i % 4];
+        numbers[i / 4][i % 4] = __fadd_rn(__int_as_float(dot), -__uint_as_float(MAGIC));
+      }
+      float2 found = add_heads(numbers, query);
+      if (c == 2 * half) result = found.x;
+      if (c == 2 * half + 1) result = found.y;
     }
-    return score_of_sum(result, own.factor);
+    return score_of_sum(result, scales.factor);
   }
 };
 #endif

@@ -147,6 +147,7 @@ __device__ __forceinline__ void copy_tile(unsigned char* tile, Run run, Valid va
 // How v2 scores: one query in registers, made by each thread for itself.
 struct OnBf16 {
   static const bool PARTIAL = false;
+  static const int WARPS = 8;
   const float *q, *w;
   Query query;
   __device__ OnBf16(const float* q, const float* w) : q(q), w(w) {}
@@ -157,53 +158,62 @@ struct OnBf16 {
   }
 };
 
-// the same where all of it exists and lies in a row
-__device__ __forceinline__ void copy_whole_tile(unsigned char* tile, const unsigned char* from) {
-  int lane = threadIdx.x % 32;
-  tile += 16 * lane, from += 16 * lane;
-  copy_async_behind<0>(tile, from);
-  copy_async_behind<512>(tile, from);
-  copy_async_behind<1024>(tile, from);
-  copy_async_behind<1536>(tile, from);
-  if (lane < (TILE_BYTES - 2048) / 16) copy_async_behind<2048>(tile, from);
+// the same where it lies in a row, and where all of it exists, too
+__device__ __forceinline__ void copy_row(unsigned char* tile, const unsigned char* from,
+                                         int bytes) {
+#pragma unroll 1
+  for (int i = threadIdx.x % 32 * 16; i < TILE_BYTES; i += 32 * 16)
+    copy_async(tile + i, from + (i < bytes ? i : 0), max(0, min(16, bytes - i)));
 }
 
-// A block of 8 warps scores `count` keys for the query q, w: take(i, score) for each. Every warp
-// takes a tile of its own in turn, with STAGES of them in flight in its part of `rings`; in the
-// last turn some are empty. run(i) is where record i lies, with the 7 behind it, or, `whole`, the
-// 31 behind it. A lane gets the score of record place() of a tile. Where a PARTIAL scorer has
-// `failed`, another one scores all of it again.
-const int STAGES = 4, WARPS = 8;
+__device__ __forceinline__ void copy_whole_tile(unsigned char* tile, const unsigned char* from) {
+  int middle = 1024 + 16 * (threadIdx.x % 32);
+  copy_async_around(tile + middle, from + middle, middle < TILE_BYTES - 1024);
+}
 
-template <class Scorer, class Run, class Take>
+// A block's warps score `count` keys for the query q, w: take(i, score) for each. Every warp takes
+// a tile of its own in turn, with STAGES of them in flight in its part of `rings`; in the last turn
+// some are empty, and groups of four warps without any leave it out. run(i) is where record i lies,
+// with the 7 behind it, or, `whole`, the 31 behind it, or, IN_A_ROW, all. A lane gets the score of
+// record place() of a tile. Where a PARTIAL scorer has `failed`, another one scores all of it again.
+const int STAGES = 4;
+
+template <class Scorer, bool IN_A_ROW = false, class Run, class Take>
 __device__ __forceinline__ void stream_scores(unsigned char* rings, int count, const float* q,
                                               const float* w, bool whole, Run run, Take take) {
+  const int WARPS = Scorer::WARPS;
   int warp = threadIdx.x / 32;
-  unsigned char* ring = rings + warp * STAGES * TILE_BYTES;
-  int turns = (count + WARPS * TILE - 1) / (WARPS * TILE);  // the same for all warps of a group
-  auto start = [&](int turn) {
+  unsigned ring = kept((unsigned)__cvta_generic_to_shared(rings) + warp * (STAGES * TILE_BYTES));
+  auto stage = [&](unsigned turn) {
+    return (unsigned char*)__cvta_shared_to_generic(ring + turn % STAGES * TILE_BYTES);
+  };
+  // the same for all warps of a group
+  int turns = (count - warp / 4 * 4 * TILE + WARPS * TILE - 1) / (WARPS * TILE);
+  auto start = [&](unsigned turn) {
     int first = (turn * WARPS + warp) * TILE;
     if (whole && first + TILE <= count)
-      copy_whole_tile(ring + turn % STAGES * TILE_BYTES, run(first));
-    else if (turn < turns)
+      copy_whole_tile(stage(turn), run(first));
+    else if (IN_A_ROW && (int)turn < turns)
+      copy_row(stage(turn), run(first), (count - first) * RECORD_BYTES);
+    else if ((int)turn < turns)
       copy_tile(
-          ring + turn % STAGES * TILE_BYTES, [&](int i) { return run(first + i * RUN); },
+          stage(turn), [&](int i) { return run(first + i * RUN); },
           [&](int i) { return min(count - first - i * RUN, RUN) * RECORD_BYTES; });
     commit_copies();
   };
   Scorer scorer(q, w);
   for (int turn = 0; turn < STAGES - 1; ++turn) start(turn);
   scorer.prepare();  // while the first tiles are under way
-  for (int turn = 0; turn < turns; ++turn) {
+  for (unsigned turn = 0; (int)turn < turns; ++turn) {
     wait_copies<STAGES - 2>();
     __syncwarp();  // copies of the other lanes, too; and nobody still reads the stage refilled now
     start(turn + STAGES - 1);
-    float score = scorer.tile_score(ring + turn % STAGES * TILE_BYTES);
-    int i = (turn * WARPS + warp) * TILE + Scorer::place();
+    float score = scorer.tile_score(stage(turn));
+    int i = (turn * WARPS + warp) * TILE + scorer.place();
     if (i < count) take(i, score);
   }
   if constexpr (Scorer::PARTIAL)
     if (__syncthreads_or(scorer.failed))
-      stream_scores<typename Scorer::Otherwise>(rings, count, q, w, whole, run, take);
+      stream_scores<typename Scorer::Otherwise, IN_A_ROW>(rings, count, q, w, whole, run, take);
 }
 #endif

@@ -46,7 +46,7 @@ struct Held {
 
   __device__ Held(const float* scores, HeldBoard& board) : scores(scores), board(board) {}
 
-  __device__ __forceinline__ unsigned number(int i) const {
+  __device__ __forceinline__ unsigned number(unsigned i) const {
     return warp * (32 * PER) + i / 4 * 128 + lane * 4 + i % 4;
   }
 
@@ -57,7 +57,7 @@ struct Held {
     return marks;
   }
 
-  __device__ __forceinline__ float score(int number) const {  // of register `number`
+  __device__ __forceinline__ float score(unsigned number) const {  // of register `number`
     float x = scores[0];
 #pragma unroll
     for (int i = 1; i < PER; ++i) x = number == i ? scores[i] : x;
@@ -66,7 +66,7 @@ struct Held {
 
   template <class Each>
   static __device__ __forceinline__ void visit(unsigned marks, Each each) {
-    for (; marks; marks &= marks - 1) each(__ffs(marks) / 2);
+    for (; marks; marks &= marks - 1) each((31u - __clz(marks & -marks)) / 2);
   }
 
   struct Bounds {  // keys: k scores reach `low` or it is 1, and few exceed `middle`
@@ -217,14 +217,14 @@ struct Held {
   template <class Each>
   __device__ __forceinline__ void rank_marked(unsigned marks, Each each) const {
     unsigned long long ahead = places(marks);
-    visit(marks, [&](int i) {
+    visit(marks, [&](unsigned i) {
       each((unsigned)(ahead >> i / 4 * 16) & 0xffffu, i);
       ahead += 1ull << i / 4 * 16;
     });
   }
 
   // larger is better, and no two are equal
-  __device__ __forceinline__ unsigned long long ranking(int i) const {
+  __device__ __forceinline__ unsigned long long ranking(unsigned i) const {
     return (unsigned long long)key_above(score(i)) << 32 | ~number(i);
   }
 
@@ -237,7 +237,8 @@ struct Held {
     for (int i = 0; i < choice.count; ++i) better += board.few[i] > mine;
     int last = __ffs(__ballot_sync(~0u, some && better == choice.left - 1)) - 1;
     unsigned long long least = __shfl_sync(~0u, mine, last);
-    visit(choice.unsure, [&](int i) { choice.marked |= (unsigned)(ranking(i) >= least) << 2 * i; });
+    visit(choice.unsure,
+          [&](unsigned i) { choice.marked |= (unsigned)(ranking(i) >= least) << 2 * i; });
     bool in_front = some && mine >= least && ~(unsigned)mine < warp * (32 * PER);
     return __popc(__ballot_sync(~0u, in_front));
   }
@@ -248,7 +249,8 @@ struct Held {
     Choice choice = choose(k);
     bool few = choice.left && choice.count <= FEW, equal = choice.left && !few;
     if (few)
-      visit(choice.unsure, [&](int i) { board.few[atomicAdd(&board.listed, 1u)] = ranking(i); });
+      visit(choice.unsure,
+            [&](unsigned i) { board.few[atomicAdd(&board.listed, 1u)] = ranking(i); });
     unsigned sum = __reduce_add_sync(~0u, __popc(choice.marked));
     unsigned unsure = equal ? __reduce_add_sync(~0u, __popc(choice.unsure)) : 0;
     if (lane == 0) board.sums[0][warp] = sum, board.sums[1][warp] = unsure;
@@ -261,10 +263,13 @@ struct Held {
       unsigned before = __reduce_add_sync(~0u, lane < warp ? board.sums[1][lane] : 0u);
       unsigned room = choice.left - min(choice.left, before);
       rank_marked(choice.unsure,
-                  [&](unsigned rank, int i) { choice.marked |= (unsigned)(rank < room) << 2 * i; });
+                  [&](unsigned rank, unsigned i) {
+                    choice.marked |= (unsigned)(rank < room) << 2 * i;
+                  });
       first += min(choice.left, before);
     }
-    rank_marked(choice.marked, [&](unsigned rank, int i) { out[first + rank] = name(number(i)); });
+    rank_marked(choice.marked,
+                [&](unsigned rank, unsigned i) { out[first + rank] = name(number(i)); });
     for (int i = all + threadIdx.x; i < k; i += blockDim.x) out[i] = -1;
   }
 };

@@ -129,8 +129,8 @@ __device__ __forceinline__ void score_pages(const float* q, const float* w, cons
 // v2 for MXFP4 keys and contexts of any length. Scores on tensor cores by as many blocks of threads as a context
 // needs, written out once (4 bytes beside the 68 of a key) and chosen from by index_topk; a query that
 // is alone keeps every SM busy. Pages hold a multiple of 8 entries. scores (T, longest) f32 beyond
-// visible[t] are left as they are.
-extern "C" __global__ void __launch_bounds__(256, 2)
+// visible[t] are left as they are. For float32 two blocks per SM leave too few registers.
+extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
     scores_v2(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, float* scores, int width, int per_page,
               int longest, int chunk) {
@@ -142,7 +142,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v3(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, float* scores, int width, int per_page,
               int longest, int chunk) {
-  score_pages<OnFp8>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
+  score_pages<OnFp8<>>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
 }
 
 // v4: the same by INT8 products of whole keys (score_int8.cuh).
@@ -150,6 +150,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v4(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, float* scores, int width,
               int per_page, int longest, int chunk) {
-  score_pages<OnInt8>(q, w, keys, pages, order, visible, scores, width, per_page, longest, chunk);
+  score_pages<OnInt8<>>(q, w, keys, pages, order, visible, scores, width, per_page, longest,
+                        chunk);
 }
 #endif

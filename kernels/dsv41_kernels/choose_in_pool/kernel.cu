@@ -76,8 +76,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v3(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, const long long* blocks,
               float* listed, int width, int per_page, int budget, int chunk) {
-  score_blocks<OnFp8>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
-                       chunk);
+  score_blocks<OnFp8<>>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
+                        chunk);
 }
 
 // v4: v2 by INT8 products of whole keys (score_int8.cuh).
@@ -85,8 +85,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v4(const float* q, const float* w, const unsigned char* keys, const long long* pages,
               const long long* order, const long long* visible, const long long* blocks,
               float* listed, int width, int per_page, int budget, int chunk) {
-  score_blocks<OnInt8>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
-                       chunk);
+  score_blocks<OnInt8<>>(q, w, keys, pages, order, visible, blocks, listed, width, per_page, budget,
+                         chunk);
 }
 
 // all: the choice, from registers (topk_held.cuh)

@@ -16,13 +16,14 @@ from ..indexing import (
     on_tensor_cores,
     query_arrays,
 )
-from ..launch import grid, kernel, launch
+from ..launch import grid, kernel, launch, processors
 
 THREADS = 128
 PREFILL = 16  # queries from which on it pays to unpack a key once for all
 BATCH, V3_KEYS, V3_THREADS, V3_BYTES = 8, 256, 512, 3 * 8 * (32 * 128 + 4 * 32)
 V5_KEYS, V5_THREADS = 256, 512
 V5_BATCH, V5_STAGES = 8, 5  # queries that are fetched at once, and how often there is room for that
+V6_WARPS = 16  # of a block
 
 
 def index_scores(q, w, keys, numerics):
@@ -103,8 +104,13 @@ def scores_v5(known, q, w, keys):
 
 
 def scores_v6(known, q, w, keys):
-    """v4 by INT8 products."""
-    return scores_v2(known, q, w, keys, "scores_v6")
+    """v4 by INT8 products, in blocks that have an SM each."""
+    arguments, tokens, count = _arguments(q, w, keys)
+    chunk = equal_shares(tokens, count, V6_WARPS, processors(), 32)
+    shared, blocks = V6_WARPS * RING_BYTES // WARPS, tokens * -(-count // chunk)
+    run = kernel("index_scores", "scores_v6", shared=shared, **known)
+    launch(run, blocks, 32 * V6_WARPS, (*arguments, np.int64(chunk)), shared)
+    return arguments[3]
 
 
 def _arguments(q, w, keys):

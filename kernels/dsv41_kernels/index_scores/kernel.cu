@@ -32,11 +32,12 @@ __device__ __forceinline__ void score_chunk(const float* q, const float* w, cons
   extern __shared__ __align__(16) unsigned char rings[];
   long long chunks = (count + chunk - 1) / chunk, t = blockIdx.x / chunks;
   long long begin = blockIdx.x % chunks * chunk;
-  const unsigned char* first = keys + (t * keys_per_query + begin) * RECORD_BYTES;
-  float* out = scores + t * count + begin;
-  stream_scores<Scorer>(
+  const unsigned char* first = kept(keys + (t * keys_per_query + begin) * RECORD_BYTES);
+  float* out = kept(scores + t * count + begin);
+  stream_scores<Scorer, true>(
       rings, (int)min(chunk, count - begin), q + t * HEADS * CHANNELS, w + t * HEADS, true,
-      [&](int i) { return first + i * RECORD_BYTES; }, [&](int i, float score) { out[i] = score; });
+      [&](int i) { return first + (long long)i * RECORD_BYTES; },
+      [&](int i, float score) { store_global(out + i, score); });
 }
 
 // v2: the same on tensor cores (score_mma.cuh). v1 spends 4,096 fused multiply-adds and as many loads
@@ -136,7 +137,7 @@ extern "C" __global__ void __launch_bounds__(128)
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v4(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {
-  score_chunk<OnFp8>(q, w, keys, scores, count, keys_per_query, chunk);
+  score_chunk<OnFp8<>>(q, w, keys, scores, count, keys_per_query, chunk);
 }
 
 // v5 is v3 by INT8 products of whole keys (score_int8.cuh): what scales and adds the four FP8
@@ -237,13 +238,14 @@ __device__ __forceinline__ WholeKeys load_whole_keys(const unsigned* upper, cons
   for (int i = 0; i < 2; ++i) {
     const unsigned* row = i ? lower : upper;
     Scales scales = read_scales(row[16]);
-    uint2 table = magnitudes(scales.shifts >> 8 * c);
+    Table table = table_of(scales.shifts >> 8 * c);
     keys.misfit |= scales.misfit != 0;
     if (c % 2 == i) keys.factor = scales.factor;
 #pragma unroll
     for (int word = 0; word < 4; ++word) {
-      unpack_int8(row[4 * c + word], table, keys.codes[word][i], keys.codes[word][2 + i]);
-      keys.codes[word][i] ^= 0x80808080u, keys.codes[word][2 + i] ^= 0x80808080u;
+      unsigned eight = row[4 * c + word];
+      keys.codes[word][i] = four_int8(eight, table) ^ 0x80808080u;
+      keys.codes[word][2 + i] = four_int8(eight >> 16, table) ^ 0x80808080u;
     }
   }
   return keys;
@@ -320,7 +322,7 @@ extern "C" __global__ void __launch_bounds__(32 * V5_WARPS, 1)
       float2 mine = c / 2 ? sums[1] : sums[0];
       float score = score_of_sum(c % 2 ? mine.y : mine.x, own.factor);
       if (left > 0) *out = score;
-      out += 2 * count, left -= 2;
+      out += kept(2 * count), left -= 2;  // a compiler makes 2 * count anew and then spills
     }
     __syncwarp();
     if (lane < ARRIVING)
@@ -354,7 +356,7 @@ extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
       int several = (int)min((tile - first) * V5_KEYS, count - first * V5_KEYS);
       const unsigned char* from = keys + first * V5_KEYS * RECORD_BYTES;
       float* out = scores + t * count + first * V5_KEYS;
-      stream_scores<OnFp8>(
+      stream_scores<OnFp8<>, true>(
           buffers, several, q + t * HEADS * CHANNELS, w + t * HEADS, true,
           [&](int i) { return from + i * RECORD_BYTES; },
           [&](int i, float score) { out[i] = score; });
@@ -363,12 +365,18 @@ extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
   }
 }
 
-// v6 is v4 by the products of v5: unpacking takes twice the instructions, and those that scaled and
-// added groups are gone. A block with a key that does not fit scores all of its keys again as v4
-// does. On an H200, in the cases named at v4: 102.7, 380.3 and 18.2 us.
-extern "C" __global__ void __launch_bounds__(256, 2)
+// v6 is v4 by INT8 products of whole keys, too, but of single warps (score_int8.cuh): unpacking
+// takes more instructions than in v4, and those that scaled and added groups are gone. A block has
+// an SM to itself, so that few blocks unpack a query. One with a key that does not fit scores all of
+// its keys again as v4 does. On an H200, in the cases named at v4: 92.8, 360 and 17.1 us.
+//
+// Trials that lost and are gone, of the first case, where v6 took 95 to 97 before it read codes by
+// two bytes: products of warp groups, 98; the same, but no warp more than two turns ahead of others,
+// 116; warps that take the next tile which nobody has, 102; five of them for each scheduler instead
+// of four, with 96 registers, 101. Without unpacking it took 78.4, without products 77.2.
+extern "C" __global__ void __launch_bounds__(512, 1)
     scores_v6(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {
-  score_chunk<OnInt8>(q, w, keys, scores, count, keys_per_query, chunk);
+  score_chunk<OnInt8<16>>(q, w, keys, scores, count, keys_per_query, chunk);
 }
 #endif

@@ -106,8 +106,9 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // v4: topk_held.cuh. A row of up to 16,384 scores stays where it is, in registers, until it is
 // known which are chosen: 5 meetings of the block instead of 12, and no list. On an H200, 512 of
-// 64 x 16,384: 8.1 us, of which loads and the launch are 5.2. A trial with two blocks a row in a
-// cluster, which add up each other's counters, took 9.0.
+// 64 x 16,384: 7.9 us, of which loads and the launch are 5.2. A trial with two blocks a row in a
+// cluster, which add up each other's counters, took 9.0; one with half the threads and 32 scores
+// each 8.3; one that finds its bound while the second half of the scores is on its way 8.2.
 extern "C" __global__ void __launch_bounds__(1024)
     short_v4(const float* scores, const long long* visible, long long* chosen, long long count,
              int per, int k) {

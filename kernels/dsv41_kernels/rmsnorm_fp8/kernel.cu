@@ -206,6 +206,9 @@ __device__ inline Raw load_once(const Element* from) {
 // Trials that lost and are gone, T = 4,096: x read as data to keep: 18.5. Sums of the next row
 // under way while a row is cast, by mbarriers: 19.8, and with the squares on tensor cores 21. The
 // weight in shared memory and four blocks an SM: 18.8. The row after the next fetched to L2: 19.9.
+// Rows by bulk copies, two in flight for each of three blocks: 19.4, four: 20.1, six: 21.1. Other
+// hints to the cache for x or for the records: 18.2 to 18.7. Fewer blocks, so that all of them have
+// equally many rows: 18.3 and more.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BF16 && WARPS <= 10 ? 3 : 1)
     rmsnorm_fp8_v4(const Element* x, const float* weight, u8* records, u64* bad, long long rows,
                    float eps) {
