@@ -217,7 +217,7 @@ def test_a_launch_never_has_more_blocks_than_processors(fake_cuda):  # noqa: F81
             given[:2] = [a.astype(kind) for a in given[:2]]
             wrapper("hc_boundary")(*on_fake(given), CONFIG, OFFICIAL)
     found = [(name, blocks) for _, name, blocks, _, _ in fake_cuda]
-    small, large = [("thin", (32,)), ("thin", (128,))], ("wide", (128,))
+    small, large = [("thin", (160,))] * 2, ("wide", (128,))
     assert found == [*small, large, large, *small, ("wide", (96,)), large]
 
 
