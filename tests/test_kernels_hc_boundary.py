@@ -207,8 +207,8 @@ def test_wrapper_returns_the_shapes_of_the_definition(fake_cuda, version, fp8, s
         assert len(fake_cuda) == (count if tokens else 0)
 
 
-def test_a_launch_never_has_more_blocks_than_processors(fake_cuda):  # noqa: F811
-    """Blocks of v4 wait for one another, so all of them must run at once."""
+def test_a_launch_never_has_more_blocks_than_run_at_once(fake_cuda):  # noqa: F811
+    """Blocks of v4 wait for one another: at most two of `thin` an SM, one of `wide`."""
     for kind in (np.float32, np.uint16):
         for tokens in (1, 64, 65, 4096):
             rows = (4, 5120), (5120,), (4,), (4,), (4, 4)

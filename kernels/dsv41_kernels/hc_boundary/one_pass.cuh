@@ -5,19 +5,20 @@
 //
 //   unit   32 channels of 16 tokens, the work of a warp: two rows and 8 channels a lane
 //   half   UNITS units, whose sums are added in order;  D = 32 * UNITS * HALVES
-//   total  the HALVES sums in order, by one warp, when all blocks have sent theirs
+//   total  the HALVES sums, each quarter's in order, when all blocks have sent theirs
 //
 // New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
 // together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16,
 // then its sums are added in float32: the tensor core's own rounding never runs over more than 64.
 //
 // The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, a block
-// takes one half of 16 tokens) and in a large one (`wide`, a block keeps one half and walks over
-// tiles of 16 tokens). Blocks wait for one another, so a launch never has more of them than there
-// are SMs, an SM takes any of them, and whoever waits too long stops the launch with an error.
+// takes one unit's channels of 64 tokens) and in a large one (`wide`, a block keeps one half and
+// walks over tiles of 16 tokens). Blocks wait for one another, so a launch never has more of them
+// than run at once, and whoever waits too long stops the launch with an error.
 //
-// Bytes a token, bf16: 20 D through memory; 208 * HALVES of sums stay in L2. fn, 384 D bytes, is
-// read for every 16 tokens (thin) or once a launch and team (wide), where v3 reads it for every 4.
+// Bytes a token, bf16: 20 D through memory; 208 * HALVES of sums stay in L2 (thin: 160 a unit). fn,
+// 384 D bytes, is read for every 64 tokens (thin) or once a launch and team (wide), where v3 reads
+// it for every 4.
 #pragma once
 #include "../tensor.cuh"
 
@@ -504,24 +505,30 @@ __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, i
 
 // ---- small launches ---------------------------------------------------------------------------
 
-// A block takes one unit of a group of up to 64 tokens, a warp 8 of them, so that fn is read once a
-// group and by as many SMs as there are units, some of which take two. All that comes from memory
-// is asked for at the start. Warps that split fn are the last to get tokens. A block sends the
-// sums of a token as words of three numbers and a tag, 16 bytes that arrive whole; the block that
-// owns the token adds them, makes the coefficients and sends the root of the collapsed row back.
+// A block takes 32 channels of a group of up to 64 tokens, a warp 8 of these. So fn is read once a
+// group, and by all SMs, some of which have two blocks. All that comes from memory is asked for at
+// the start; warps that split fn are the last to get tokens.
 //
-// inbox (groups, GROUP, TOKEN_WORDS) and epochs (groups, 2) are kept from launch to launch and begin
-// as zeros. A group's words carry the number of its launch: last epoch + 1, which the last block
-// that has read the epoch writes there.
+// A block sends the sums of a token as words of three numbers and a tag, 16 bytes that come and go
+// as one, so whoever sees the tag has the numbers. The block that owns the token adds them, makes
+// the coefficients, and sends the root of the collapsed row back to all. Measured on an H200, cold:
+// 8.2 microseconds for one token, 8.8 for 8, 13.0 for 64, of which an empty launch takes 3.2. By
+// the clock of a block, for one token: numbers are there at 1.5, sums leave at 2.5, its owner has
+// all of them at 3.3, and Sinkhorn's passes take 1.2; for 64, 1.7 to 2.9, 3.8 to 5.4, and 7.2.
+// (A trial that lost and is gone: blocks of 64 channels, one an SM, 8.4, 9.2 and 13.3.)
+//
+// inbox (groups, GROUP, TOKEN_WORDS) and epochs (groups, 2) are kept from launch to launch and
+// begin as zeros. A group's words carry the number of its launch: last epoch + 1, which the last
+// block that has read the epoch writes there.
 constexpr int CUTS = UNITS * HALVES;  // units of the whole width
 constexpr int MIXERS = CUTS < 16 ? 1 : CUTS < 64 ? CUTS / 8 : 8;
 constexpr int GROUP = 8 * MIXERS;
-constexpr int SPLITTERS = 6, FIRST_SPLITTER = 2, HELPER = 8;
-constexpr int THIN_WARPS = HELPER + 1;
+constexpr int SPLITTERS = 6, FIRST_SPLITTER = 2;
+constexpr int HELPER = 8, THIN_WARPS = HELPER + 1;
 constexpr int FULL = 9, WORDS = 10;  // of a unit's sums of a token: whole sectors of 32 bytes
 constexpr int TOKEN_WORDS = CUTS * WORDS + 2;  // and the root
 
-// Word w of a unit's sums has numbers first(w), second(w), third(w).
+// Word w of a unit's sums has these numbers.
 struct Numbers {
   int first, second, third;
   __device__ __forceinline__ Numbers(int w)
@@ -605,7 +612,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       store_relaxed(to + q, word(sums.dot[0][0], sums.dot[0][1], sums.dot[1][0], tag));
       store_relaxed(to + 4 + q, word(sums.dot[1][1], sums.dot[2][0], sums.dot[2][1], tag));
       if (q == t / 2) {
-        uint4 squares = word(t % 2 ? sums.self[0][1] : sums.self[0][0], sums.collapsed[0], 0.f, tag);
+        float square = t % 2 ? sums.self[0][1] : sums.self[0][0];
+        uint4 squares = word(square, sums.collapsed[0], 0.f, tag);
         store_relaxed(to + 8, squares), store_relaxed(to + 9, squares);
       }
     }
@@ -613,11 +621,12 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     epochs[2 * group] = tag;
     epochs[2 * group + 1] = 0;
   }
-  for (int t = (cut + CUTS - CUTS / 4) % CUTS; t < count; t += CUTS) {  // the block's own tokens
+  // The block's own tokens; the last blocks, which share an SM with others, have none of 64.
+  for (int t = (cut + CUTS - CUTS / 4) % CUTS; t < count; t += CUTS) {
     const uint4* from = words + t * TOKEN_WORDS;
     for (int n = threadIdx.x; n < FULL * HALVES; n += 32 * THIN_WARPS) {
       int half = n / FULL, w = n % FULL;
-      Numbers number(w);
+      Numbers m(w);
       uint4 seen[UNITS];
       bool missing = true;
       for (unsigned looks = 0; missing; ++looks) {
@@ -636,9 +645,9 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
         total[1] += __uint_as_float(seen[u].y);
         total[2] += __uint_as_float(seen[u].z);
       }
-      table[number.first][half] = total[0];
-      table[number.second][half] = total[1];
-      table[number.third][half] = total[2];
+      table[m.first][half] = total[0];
+      table[m.second][half] = total[1];
+      table[m.third][half] = total[2];
     }
     __syncthreads();
     if (warp == HELPER) {
@@ -656,7 +665,8 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     if (t + CUTS < count) __syncthreads();
   }
   if (!mixes) return;
-  const u64* at = reinterpret_cast<const u64*>(words + (8 * warp + p.step(0) + 1) * TOKEN_WORDS - 1);
+  int row = 8 * warp + p.step(0);
+  const u64* at = reinterpret_cast<const u64*>(words + (row + 1) * TOKEN_WORDS - 1);
   u64 root = load_relaxed(at);
   for (unsigned looks = 0; (unsigned)(root >> 32) != tag; ++looks) {
     if (looks == PATIENCE) __trap();
@@ -681,7 +691,10 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 // and are gone: a barrier of all workers a round, 32.4 and 177.4; bulk copies of 320 bytes, whose
 // many starts take the helper's time, 32.5 and 187.9; tiles fetched into L2 three rounds ahead, no
 // better than copies that ask L2 for 128 bytes; 256 bytes, ordinary stores, both rows of a lane
-// side by side, the same.)
+// side by side, the same; the first tile before fn, 29.9 and 144.8. A plain copy that moves 64
+// bytes of a row at a time, as these warps do, takes 138.1 for 4,096 tokens, and 112.5 with whole
+// lines of 128. But with whole lines, on their way out through shared memory, halves of 128
+// channels and three sets of warps, the kernel took 34.9 and 163.7.)
 //
 // The warps of a set have no barrier in common: workers may be most of a tile apart, and so may
 // helper and workers. In round r a worker waits for coefficients of its tile (`fed`), which the
@@ -707,12 +720,6 @@ constexpr int WIDE_WARPS = SETS * SET_WARPS;
 __device__ __forceinline__ void end_stage() { asm volatile("cp.async.commit_group;" ::: "memory"); }
 __device__ __forceinline__ void wait_for_stage() {  // all but the newest
   asm volatile("cp.async.wait_group 1;" ::: "memory");
-}
-
-// Waits until `count` threads of the block have come to barrier `id`.
-__device__ __forceinline__ void meet(int id, int count) {
-  __syncwarp();
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
 }
 
 // A barrier in shared memory at which some arrive and others wait, round after round.
@@ -788,19 +795,14 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     };
     int k = S / SETS * set;  // a warp of each set, of those of a unit
     Fragments<S / SETS> share = {fragments + (part * S + k) * TILES * PARTS * 32};
-    fetch(0);
     share.fetch(fn, k, start + part * 32);
-    end_stage();
-    __syncthreads();  // signals are there
+    fetch(0);
+    wait_for_copies();
+    share.split_all();
+    __syncthreads();
+    fetch(1);  // not before: a warp stands still while more is under way than the SM can follow
     unsigned zero = __float_as_uint(eps) >> 31;
     unsigned raw[4][2][4] = {};  // of this tile and the last three
-    auto take_fn_over = [&] {
-      fetch(1);  // not before: a warp stands still while more is under way than the SM can follow
-      wait_for_stage();
-      share.split_all();
-      meet(1 + part, 32 * SETS);
-    };
-    if (walk.rounds <= 0) take_fn_over();
 #pragma unroll 1
     for (int round = 0; round < walk.rounds + 3 && walk.rounds > 0; ++round) {
       Sums total = {};
@@ -822,10 +824,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
               mix_row(staged(round).row(r), Records{desk.records[round % 2]}.row(r),
                       p.at(out, S * WIDTH, r, c), now[0], raw[0][0]);
         }
-        multiply(now, fragments + part * UNIT_FRAGMENTS, zero, total, [&] {
-          if (round == 0) take_fn_over();
-          fetch(round + STAGES);
-        });
+        multiply(now, fragments + part * UNIT_FRAGMENTS, zero, total,
+                 [&] { fetch(round + STAGES); });
       }
       if (round > 0) desk.freed[(round - 1) % 4].wait((round - 1) / 4);
       const float* roots = desk.roots[(round + 3) % 4] + lane / 4;  // of tile round - 3
@@ -834,7 +834,8 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       __syncwarp();
       if (lane == 0 && round < walk.rounds) desk.done.arrive();
       if (round >= 3)
-        put_unit(raw[3], root, Place(walk.first(round - 3), tokens), c, weights_of_x + c - start, x);
+        put_unit(raw[3], root, Place(walk.first(round - 3), tokens), c, weights_of_x + c - start,
+                 x);
 #pragma unroll
       for (int i = 0; i < 24; ++i)
         raw[3 - i / 8][i / 4 % 2][i % 4] = raw[2 - i / 8][i / 4 % 2][i % 4];
