@@ -336,7 +336,7 @@ fn_bytes = 4 * 24 * n * d
 TEAMS = 132 // HALVES  # v4 has at most a block for each of the H200's 132 SMs, a half of fn in each
 per_token = {
     "v3": fn_bytes / constant("ROWS"),
-    "v4, 64 tokens": fn_bytes / 16,  # a block: 16 tokens, one half of the channels
+    "v4, 64 tokens": fn_bytes / 64,  # a block: 64 tokens, one unit's channels
     "v4, 4,096 tokens": TEAMS * fn_bytes / 4096,  # a half stays in a block's shared memory
 }
 print(f"fn: {fn_bytes / 1e6:.2f} MB; streams, y and x: {2 * counted['v3'] / 1e3:.1f} kB a token")
@@ -427,7 +427,7 @@ close("number l went to lane 31 - l", wrong[::-1], right, within=1e-2)
 # order. Adding to one number as they come (an atomic addition) is easy, and runs differ in their
 # bits. So every half leaves its sum in a place of its own, in one word with a tag, which no launch
 # and no other tokens of this one have had in that place before. Whoever sees the tag in all places
-# adds 32 sums, in order of the place. Nobody counts arrivals, and places are never cleared.
+# adds 32 sums, in an order of the places. Nobody counts arrivals, and places are never cleared.
 
 # %%
 rng = np.random.default_rng(4)
@@ -566,8 +566,9 @@ from importlib.metadata import version as installed
 from dsv41_kernels import nvrtc
 
 block = dict.fromkeys(("boundary", "enter", "normalise"), constant("THREADS"))
-block |= {"thin": 32 * (3 * UNITS + 1), "wide": 32 * 2 * (UNITS + 1)}  # wide: two sets of warps
-for rule in ("THIN_WARPS = 3 * UNITS + 1", "SET_WARPS = UNITS + 1", "SETS = BF16_STORED ? 2 : 1"):
+block |= {"thin": 32 * (8 + 1), "wide": 32 * 2 * (UNITS + 1)}  # wide: two sets of warps
+thin = "HELPER = 8, THIN_WARPS = HELPER + 1"
+for rule in (thin, "SET_WARPS = UNITS + 1", "SETS = BF16_STORED ? 2 : 1"):
     assert f"{rule};" in source("hc_boundary"), "the threads that these two kernels ask for"
 if nvrtc.available():
     for k in nvrtc.usage("hc_boundary", arch, macros):

@@ -84,6 +84,23 @@ __device__ inline void store_relaxed(u64* at, u64 value) {
   asm volatile("st.relaxed.gpu.global.u64 [%0], %1;" ::"l"(at), "l"(value) : "memory");
 }
 
+// Likewise 16 bytes, which come and go as one.
+__device__ inline uint4 load_relaxed(const uint4* at) {
+  u64 low, high;
+  asm volatile(
+      "{ .reg .b128 all; ld.relaxed.gpu.global.b128 all, [%2]; mov.b128 {%0, %1}, all; }"
+      : "=l"(low), "=l"(high)
+      : "l"(at)
+      : "memory");
+  return make_uint4((u32)low, (u32)(low >> 32), (u32)high, (u32)(high >> 32));
+}
+__device__ inline void store_relaxed(uint4* at, uint4 value) {
+  asm volatile(
+      "{ .reg .b128 all; mov.b128 all, {%1, %2}; st.relaxed.gpu.global.b128 [%0], all; }" ::"l"(at),
+      "l"((u64)value.y << 32 | value.x), "l"((u64)value.w << 32 | value.z)
+      : "memory");
+}
+
 // Fetches the line of 128 bytes around `at` into L2, and waits for nothing.
 __device__ inline void prefetch(const void* at) {
   asm volatile("prefetch.global.L2 [%0];" ::"l"(at));

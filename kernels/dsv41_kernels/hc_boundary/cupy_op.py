@@ -15,6 +15,7 @@ from ..launch import grid, kernel, processors
 PIECE, SUMS, TOKENS = 512, 32, 16  # of hc_coefficients/kernel.cu
 ROWS, THREADS = 4, 256  # of kernel.cu
 TILE, RING, STAGES = 16, 6, 2  # of one_pass.cuh
+THIN_WARPS, THIN_BLOCKS, WORDS = 9, 2, 10  # of one_pass.cuh: blocks are those of an SM
 UNIT_BYTES = 4 * 3 * 3 * 32 * 16  # of a unit of fn in shared memory, split into bf16
 PLACES, RECORD, PENDING = 16 * (24 + 2), 24 + 4, 16  # of one_pass.cuh, in numbers
 VERSIONS = ("v1", "v2", "v3", "v4")
@@ -75,10 +76,19 @@ def fastest(streams, numerics):
 
 
 def small(streams):
-    """Does v4 take these rows with one block for every half and 16 tokens, all at once?"""
+    """Does v4 take these rows with one block for every unit and group of tokens, all at once?"""
     tokens, _, width = streams.shape
-    cut = units(width)
-    return cut is not None and -(-tokens // TILE) * cut[1] <= processors()
+    return units(width) is not None and -(-tokens // group(width)) <= groups(width)
+
+
+def group(width):
+    """Tokens of a block of `thin`."""
+    return 8 * min(max(width // 256, 1), 8)
+
+
+def groups(width):
+    """Of tokens, in the largest launch of `thin`."""
+    return THIN_BLOCKS * processors() // (width // 32)
 
 
 def units(width):
@@ -161,12 +171,11 @@ def _v4(old, new, out, config, macros, fp8):
 
 
 def _thin(arguments, tokens, count, halves, config, macros):
-    tiles = -(-tokens // TILE)
-    stage = 2 * 5 * 8 * 32 * arguments[0].itemsize
-    shared = count * (UNIT_BYTES + stage + 4 * (16 * RECORD + PLACES + 32)) + 4 * (2 * 16 + 4)
-    arguments = (*arguments, *inbox(halves), np.int64(tokens), *_settings(config))
-    run = kernel("hc_boundary", "thin", shared=shared, **macros)
-    return run, (tiles * halves,), (32 * (3 * count + 1),), arguments, shared
+    width = 32 * count * halves
+    scratch = inbox(groups(width), 2 * group(width) * (width // 32 * WORDS + 2))
+    arguments = (*arguments, *scratch, np.int64(tokens), *_settings(config))
+    run = kernel("hc_boundary", "thin", **macros)
+    return run, (-(-tokens // group(width)) * width // 32,), (32 * THIN_WARPS,), arguments, 0
 
 
 def _wide(arguments, tokens, count, halves, config, macros):
@@ -175,7 +184,7 @@ def _wide(arguments, tokens, count, halves, config, macros):
     desk = count * (STAGES * 5 * 16 * 32 * arguments[0].itemsize + 4 * PLACES)
     desk += 4 * (2 * 16 * RECORD + 4 * 16 + PENDING * 16) + 7 * 8 + 8
     shared = count * (UNIT_BYTES + 4 * 32) + sets * desk
-    scratch = inbox(halves, RING, sets)
+    scratch = inbox(processors() // halves * sets, RING * halves * PLACES)
     arguments = (*arguments, *scratch, np.int64(tokens), *_settings(config))
     run = kernel("hc_boundary", "wide", shared=shared, **macros)
     return run, (teams * halves,), (32 * sets * (count + 1),), arguments, shared
@@ -190,12 +199,12 @@ _VERSIONS = dict(zip(VERSIONS, (_v1, _v2, _v3, _v4), strict=True))
 _inboxes = {}
 
 
-def inbox(halves, ring=1, sets=1):
+def inbox(walkers, words):
     """Words and epochs of launches, each with another tag, so nobody clears them; arrays a device,
     stream and cut. trap: a stream's first call makes them; no graph may be recording it.
     """
-    key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr, halves, ring, sets
+    key = cupy.cuda.Device().id, cupy.cuda.get_current_stream().ptr, walkers, words
     if key not in _inboxes:
-        words = cupy.zeros(processors() * ring * sets * PLACES, cupy.uint64)
-        _inboxes[key] = words, cupy.zeros(2 * processors() * sets, cupy.uint32)
+        arrays = cupy.zeros(walkers * words, cupy.uint64), cupy.zeros(2 * walkers, cupy.uint32)
+        _inboxes[key] = arrays
     return _inboxes[key]

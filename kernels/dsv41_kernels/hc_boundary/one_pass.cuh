@@ -5,19 +5,20 @@
 //
 //   unit   32 channels of 16 tokens, the work of a warp: two rows and 8 channels a lane
 //   half   UNITS units, whose sums are added in order;  D = 32 * UNITS * HALVES
-//   total  the HALVES sums in order, by one warp, when all blocks have sent theirs
+//   total  the HALVES sums, each quarter's in order, when all blocks have sent theirs
 //
 // New streams are bf16, so they are exact operands; a number of fn is the sum of three bf16, which
 // together keep its 24 bits, so the products are those of float32. A unit is 8 steps of k = 16,
 // then its sums are added in float32: the tensor core's own rounding never runs over more than 64.
 //
 // The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, a block
-// takes one half of 16 tokens) and in a large one (`wide`, a block keeps one half and walks over
-// tiles of 16 tokens). Blocks wait for one another, so a launch never has more of them than there
-// are SMs, an SM takes any of them, and whoever waits too long stops the launch with an error.
+// takes one unit's channels of 64 tokens) and in a large one (`wide`, a block keeps one half and
+// walks over tiles of 16 tokens). Blocks wait for one another, so a launch never has more of them
+// than run at once, and whoever waits too long stops the launch with an error.
 //
-// Bytes a token, bf16: 20 D through memory; 208 * HALVES of sums stay in L2. fn, 384 D bytes, is
-// read for every 16 tokens (thin) or once a launch and team (wide), where v3 reads it for every 4.
+// Bytes a token, bf16: 20 D through memory; 208 * HALVES of sums stay in L2 (thin: 160 a unit). fn,
+// 384 D bytes, is read for every 64 tokens (thin) or once a launch and team (wide), where v3 reads
+// it for every 4.
 #pragma once
 #include "../tensor.cuh"
 #include "../watched.cuh"
@@ -39,11 +40,19 @@ __device__ __forceinline__ float high_bf16(unsigned pair) {
 constexpr int PLACES = 16 * (MIX + 2);  // sums of a tile: 16 rows of MIX, then two rows of squares
 constexpr int RECORD = MIX + 4;         // of a token's coefficients: eight of them, no bank twice
 
+// 16 bytes that nothing writes meanwhile, asked for here and not where they are used.
+__device__ __forceinline__ uint4 read_quad(const void* from) {
+  float4 x = read_once(static_cast<const float*>(from));
+  return make_uint4(__float_as_uint(x.x), __float_as_uint(x.y), __float_as_uint(x.z),
+                    __float_as_uint(x.w));
+}
+
 // Eight neighbouring channels, as they are stored.
 struct Eight {
 #if BF16_STORED
   uint4 raw;
   __device__ __forceinline__ void take(const uint4* shared) { raw = *shared; }
+  __device__ __forceinline__ void read(const Stored* from) { raw = read_quad(from); }
   __device__ __forceinline__ unsigned word(int i) const {
     return i == 0 ? raw.x : i == 1 ? raw.y : i == 2 ? raw.z : raw.w;
   }
@@ -54,6 +63,9 @@ struct Eight {
   __device__ __forceinline__ void take(const uint4* shared) {
     raw[0] = reinterpret_cast<const float4*>(shared)[0];
     raw[1] = reinterpret_cast<const float4*>(shared)[32];
+  }
+  __device__ __forceinline__ void read(const Stored* from) {
+    raw[0] = read_once(from), raw[1] = read_once(from + 4);
   }
   __device__ __forceinline__ float low(int i) const { return i % 2 ? raw[i / 2].z : raw[i / 2].x; }
   __device__ __forceinline__ float high(int i) const { return i % 2 ? raw[i / 2].w : raw[i / 2].y; }
@@ -125,10 +137,9 @@ struct Staged {
       copy_part(at + (i * COPIES + n) * 32, from + n * (8 / COPIES));
   }
   __device__ __forceinline__ void fetch(const Stored* streams, const Stored* y, const Place& p,
-                                        int c, bool half_full) const {
+                                        int c) const {
 #pragma unroll
     for (int r = 0; r < 2; ++r) {
-      if (r == 1 && half_full) break;
       const Stored* from = p.at(streams, S * WIDTH, r, c);
 #pragma unroll
       for (int j = 0; j < S; ++j) copy(r * (S + 1) + j, from + j * WIDTH);
@@ -232,61 +243,47 @@ __device__ __forceinline__ void take_fn(const uint4* unit, int k, int j, uint4 (
 
 constexpr int UNIT_FRAGMENTS = S * TILES * PARTS * 32;  // uint4 of a unit of fn
 
-// One unit: new streams, collapsed row (a word a row and pair of channels, in `raw`), sums.
-// `fragments` are the unit's of fn, begin() is called before their first use. zero is a 0 that the
-// compiler does not know. With `half_full` the second eight rows do not exist.
-template <class Begin>
-__device__ __forceinline__ void unit(const Staged& in, const Records& records, Stored* out,
-                                     const Place& p, int c, unsigned (&raw)[2][4], Sums& sums,
-                                     unsigned zero, const uint4* fragments, const Begin& begin,
-                                     bool half_full) {
-  unsigned now[2][S][4] = {};
-  // The last row first, which moves on when the other comes: code for one row, as a small launch
-  // runs it once, and all of it has to come from memory.
-#pragma unroll 1
-  for (int r = half_full ? 0 : 1; r >= 0; --r) {
+// New streams of eight channels of one row, which leave at once; raw, a word a pair of channels of
+// the collapsed row; and its sum of squares over the row's four lanes.
+__device__ __forceinline__ float mix_row(const Row& old, const Coefficients& a, Stored* to,
+                                         unsigned (&now)[S][4], unsigned (&raw)[4]) {
+  float x[8] = {}, collapsed = 0.f;
+#pragma unroll
+  for (int k = 0; k < S; ++k) {
 #pragma unroll
     for (int i = 0; i < 4; ++i) {
+      float low = 0.f, high = 0.f;
 #pragma unroll
-      for (int k = 0; k < S; ++k) now[1][k][i] = now[0][k][i];
-      raw[1][i] = raw[0][i];
-    }
-    sums.collapsed[1] = sums.collapsed[0];
-    float x[8] = {}, collapsed = 0.f;
-    const Row old = in.row(r);
-    const Coefficients a = records.row(r);
-    Stored* to = p.at(out, S * WIDTH, r, c);
-#pragma unroll
-    for (int k = 0; k < S; ++k) {
-#pragma unroll
-      for (int i = 0; i < 4; ++i) {
-        float low = 0.f, high = 0.f;
-#pragma unroll
-        for (int j = 0; j < S; ++j) {
-          low = __fmaf_rn(a.comb[j * S + k], old.x[j].low(i), low);
-          high = __fmaf_rn(a.comb[j * S + k], old.x[j].high(i), high);
-        }
-        low = __fadd_rn(__fmul_rn(a.post[k], old.y.low(i)), low);
-        high = __fadd_rn(__fmul_rn(a.post[k], old.y.high(i)), high);
-        now[0][k][i] = bf16_pair(low, high);
-        low = low_bf16(now[0][k][i]), high = high_bf16(now[0][k][i]);
-        x[2 * i] = __fmaf_rn(a.pre[k], low, x[2 * i]);
-        x[2 * i + 1] = __fmaf_rn(a.pre[k], high, x[2 * i + 1]);
+      for (int j = 0; j < S; ++j) {
+        low = __fmaf_rn(a.comb[j * S + k], old.x[j].low(i), low);
+        high = __fmaf_rn(a.comb[j * S + k], old.x[j].high(i), high);
       }
-      put_eight(to + k * WIDTH, now[0][k]);
+      low = __fadd_rn(__fmul_rn(a.post[k], old.y.low(i)), low);
+      high = __fadd_rn(__fmul_rn(a.post[k], old.y.high(i)), high);
+      now[k][i] = bf16_pair(low, high);
+      low = low_bf16(now[k][i]), high = high_bf16(now[k][i]);
+      x[2 * i] = __fmaf_rn(a.pre[k], low, x[2 * i]);
+      x[2 * i + 1] = __fmaf_rn(a.pre[k], high, x[2 * i + 1]);
     }
-#pragma unroll
-    for (int i = 0; i < 4; ++i) {
-      raw[0][i] = bf16_pair(x[2 * i], x[2 * i + 1]);
-      float low = low_bf16(raw[0][i]), high = high_bf16(raw[0][i]);
-      collapsed = __fmaf_rn(low, low, collapsed);
-      collapsed = __fmaf_rn(high, high, collapsed);
-    }
-#pragma unroll
-    for (int step = 1; step < 4; step *= 2)  // the four lanes of a row
-      collapsed += __shfl_xor_sync(~0u, collapsed, step);
-    sums.collapsed[0] = collapsed;
+    put_eight(to + k * WIDTH, now[k]);
   }
+#pragma unroll
+  for (int i = 0; i < 4; ++i) {
+    raw[i] = bf16_pair(x[2 * i], x[2 * i + 1]);
+    float low = low_bf16(raw[i]), high = high_bf16(raw[i]);
+    collapsed = __fmaf_rn(low, low, collapsed);
+    collapsed = __fmaf_rn(high, high, collapsed);
+  }
+#pragma unroll
+  for (int step = 1; step < 4; step *= 2) collapsed += __shfl_xor_sync(~0u, collapsed, step);
+  return collapsed;
+}
+
+// The products of a unit's new streams with its fragments of fn and with themselves. zero is a 0
+// that the compiler does not know; begin() is called when `now` has been taken over.
+template <class Begin>
+__device__ __forceinline__ void multiply(const unsigned (&now)[2][S][4], const uint4* fragments,
+                                         unsigned zero, Sums& sums, const Begin& begin) {
   unsigned operand[S][2][4];  // [stream][k-step], in the order of the tensor core
 #pragma unroll
   for (int k = 0; k < S; ++k)
@@ -339,17 +336,16 @@ __device__ __forceinline__ void put_sums(const Sums& sums, float* table) {
   }
 }
 
-// A unit of the collapsed row, normalised: bf16 or float32 numbers, or codes and a scale. `norm`
-// points to the weights of the lane's channels in shared memory.
-__device__ __forceinline__ void put_unit(const unsigned (&raw)[2][4], const float (&root)[2],
-                                         const Place& p, int c, const float* norm, void* x,
-                                         bool half_full) {
+// A unit of `rows` rows a lane of the collapsed row, normalised: bf16 or float32 numbers, or codes
+// and a scale. `norm` points to the weights of the lane's channels in shared memory.
+template <int rows>
+__device__ __forceinline__ void put_unit(const unsigned (&raw)[rows][4], const float (&root)[rows],
+                                         const Place& p, int c, const float* norm, void* x) {
   const float4* from = reinterpret_cast<const float4*>(norm);
   float4 a = from[0], b = from[1];
   float weight[8] = {a.x, a.y, a.z, a.w, b.x, b.y, b.z, b.w};
 #pragma unroll
-  for (int r = 0; r < 2; ++r) {
-    if (r == 1 && half_full) break;
+  for (int r = 0; r < rows; ++r) {
     unsigned w[4];
     float amax = 0.f;
 #pragma unroll
@@ -391,7 +387,18 @@ struct Affine {
   }
 };
 
-// Sums of one number over `count` halves, in order, PLACES words from half to half. The numbers may
+// A sum over the halves: four sums of neighbours, in order, which are added in pairs.
+struct Quarters {
+  float part[4] = {};
+  __device__ __forceinline__ void add(int half, float value) {
+    part[half / (HALVES / 2) * 2 + (half % (HALVES / 2) >= HALVES / 4)] += value;
+  }
+  __device__ __forceinline__ float sum() const {
+    return (part[0] + part[1]) + (part[2] + part[3]);
+  }
+};
+
+// Sums of one number over `count` halves, PLACES words from half to half. The numbers may
 // still be on their way: each shares a word with the tag of its tile and launch, so whoever sees
 // the tag has the number, without a count of arrivals in between. A look takes its time; whoever
 // has something else to do does it between look() and sum().
@@ -412,8 +419,8 @@ struct Awaited {
     return any;
   }
   __device__ __forceinline__ float sum(unsigned tag) {
-    float total = 0.f;
-#pragma unroll 1
+    Quarters total;
+#pragma unroll
     for (int from = 0; from < count; from += SOME) {
       if (from > 0) look(from);
       for (unsigned looks = 0; missing(tag, from); ++looks) {
@@ -422,10 +429,10 @@ struct Awaited {
       }
 #pragma unroll
       for (int i = 0; i < SOME; ++i)
-        if (from + i < count) total += __uint_as_float((unsigned)word[i]);
+        if (from + i < count) total.add(from + i, __uint_as_float((unsigned)word[i]));
     }
     __syncwarp();
-    return total;
+    return total.sum();
   }
 };
 
@@ -499,102 +506,176 @@ __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, i
 
 // ---- small launches ---------------------------------------------------------------------------
 
-// A block takes one half of 16 tokens, three warps one unit: one updates the streams and multiplies
-// while the others split fn. One more warp makes the coefficients. All that comes from memory is
-// asked for at the start, places of numbers that other blocks will make included. Measured on an
-// H200, cold: 11.0 microseconds for one token, 14.8 for 64, of which an empty launch of that size
-// takes 3.3. By the clock of a block, for one token: numbers are there at 3.4, sums leave at 4.7,
-// the last block's arrive at 5.9, and Sinkhorn's passes take 1.2.
+// A block takes 32 channels of a group of up to 64 tokens, a warp 8 of these. So fn is read once a
+// group, and by all SMs, some of which have two blocks. All that comes from memory is asked for at
+// the start; warps that split fn are the last to get tokens.
 //
-// inbox (tiles, HALVES * PLACES) and epochs (tiles, 2) are kept from launch to launch and begin as
-// zeros. A tile's words carry the number of its launch: last epoch + 1, which the last block that
-// has read the epoch writes there.
-constexpr int THIN_WARPS = 3 * UNITS + 1;
+// A block sends the sums of a token as words of three numbers and a tag, 16 bytes that come and go
+// as one, so whoever sees the tag has the numbers. The block that owns the token adds them, makes
+// the coefficients, and sends the root of the collapsed row back to all. Measured on an H200, cold:
+// 8.2 microseconds for one token, 8.8 for 8, 13.0 for 64, of which an empty launch takes 3.2. By
+// the clock of a block, for one token: numbers are there at 1.5, sums leave at 2.5, its owner has
+// all of them at 3.3, and Sinkhorn's passes take 1.2; for 64, 1.7 to 2.9, 3.8 to 5.4, and 7.2.
+// (A trial that lost and is gone: blocks of 64 channels, one an SM, 8.4, 9.2 and 13.3.)
+//
+// inbox (groups, GROUP, TOKEN_WORDS) and epochs (groups, 2) are kept from launch to launch and
+// begin as zeros. A group's words carry the number of its launch: last epoch + 1, which the last
+// block that has read the epoch writes there.
+constexpr int CUTS = UNITS * HALVES;  // units of the whole width
+constexpr int MIXERS = CUTS < 16 ? 1 : CUTS < 64 ? CUTS / 8 : 8;
+constexpr int GROUP = 8 * MIXERS;
+constexpr int SPLITTERS = 6, FIRST_SPLITTER = 2;
+constexpr int HELPER = 8, THIN_WARPS = HELPER + 1;
+constexpr int FULL = 9, WORDS = 10;  // of a unit's sums of a token: whole sectors of 32 bytes
+constexpr int TOKEN_WORDS = CUTS * WORDS + 2;  // and the root
 
-// Waits until `count` threads of the block have come to barrier `id`.
-__device__ __forceinline__ void meet(int id, int count) {
-  __syncwarp();
-  asm volatile("bar.sync %0, %1;" ::"r"(id), "r"(count) : "memory");
+// Word w of a unit's sums has these numbers.
+struct Numbers {
+  int first, second, third;
+  __device__ __forceinline__ Numbers(int w)
+      : first(w < 4 ? 2 * w : w < 8 ? 2 * w + 1 : MIX),
+        second(w < 4 ? 2 * w + 1 : w < 8 ? 8 + 2 * w : MIX + 1),
+        third(w < 4 ? 8 + 2 * w : w < 8 ? 9 + 2 * w : MIX + 2) {}
+};
+
+__device__ __forceinline__ uint4 word(float first, float second, float third, unsigned tag) {
+  return make_uint4(__float_as_uint(first), __float_as_uint(second), __float_as_uint(third), tag);
 }
 
-extern "C" __global__ void __launch_bounds__(32 * THIN_WARPS, 1)
+extern "C" __global__ void __launch_bounds__(32 * THIN_WARPS, 2)
 thin(const Stored* streams, const Stored* y, const float* pre_in, const float* post_in,
      const float* comb_in, const float* fn, const float* base, const float* scale,
      const float* norm, Stored* out, void* x, float* pre, float* post, float* comb, u64* inbox,
      unsigned* epochs, long long tokens, int iterations, float norm_eps, float eps) {
-  extern __shared__ uint4 memory[];
-  uint4* fragments = memory;                                          // [UNITS]
-  uint4* stages = fragments + UNITS * UNIT_FRAGMENTS;                 // [UNITS]
-  float* records = reinterpret_cast<float*>(stages + UNITS * STAGE);  // [UNITS]
-  float* tables = records + UNITS * 16 * RECORD;                      // [UNITS]
-  float* weights_of_x = tables + UNITS * PLACES;                      // [UNITS * 32]
-  float* matrix = weights_of_x + UNITS * 32;                          // [S * S]
-  float* roots = matrix + S * S;                                      // [16]
-  unsigned* number = reinterpret_cast<unsigned*>(roots + 16);  // of this launch
-  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, part = warp % UNITS;
-  int half = blockIdx.x % HALVES, tile = blockIdx.x / HALVES;
-  long long first = tile * 16ll;
-  Place p(first, tokens);
-  bool half_full = first + 8 >= tokens;
-  int start = half * UNITS * 32, c = start + part * 32 + lane % 4 * 8;
-  u64* sums = inbox + tile * (long long)(HALVES * PLACES);
-  unsigned raw[2][4] = {};
-  Affine affine;
-  if (warp < UNITS) {
-    Records own = {records + part * 16 * RECORD};
-    Staged in = {stages + part * STAGE + lane};
-    in.fetch(streams, y, p, c, half_full);
-    own.fetch({pre_in, post_in, comb_in}, p);
-    wait_for_copies();
-    __syncwarp();
-    Sums total = {};
-    unit(in, own, out, p, c, raw, total, __float_as_uint(eps) >> 31,
-         fragments + part * UNIT_FRAGMENTS, [part] { meet(1 + part, 96); }, half_full);
-    put_sums(total, tables + part * PLACES);
-  } else if (warp < 3 * UNITS) {
-    int k = S / 2 * (warp / UNITS - 1);
-    Fragments<S / 2> own = {fragments + (part * S + k) * TILES * PARTS * 32};
-    own.fetch(fn, k, start + part * 32);
-    wait_for_copies();
-    own.split_all();
-    meet(1 + part, 96);
-  } else {
-    if (lane == 0) *number = __ldcg(epochs + 2 * tile) + 1;
-    affine.get(scale, base);
-    for (int i = lane; i < UNITS * 32; i += 32) weights_of_x[i] = norm[start + i];
-    for (int h = lane; h < HALVES; h += 32) {
-      prefetch(sums + h * PLACES + 16 * (MIX + 1));
-      if (half < 16)
-        for (int m = 0; m < MIX; m += 8) prefetch(sums + h * PLACES + half * MIX + m);
+  __shared__ uint4 fragments[UNIT_FRAGMENTS];
+  __shared__ float table[MIX + 3][HALVES + 1];
+  __shared__ __align__(16) float weights_of_x[32];
+  __shared__ float matrix[S * S];
+  __shared__ unsigned number;  // of this launch
+  int lane = threadIdx.x % 32, warp = threadIdx.x / 32, q = lane % 4;
+  int cut = blockIdx.x % CUTS, group = blockIdx.x / CUTS;
+  long long first = group * (long long)GROUP;
+  int count = (int)min(tokens - first, (long long)GROUP), c = cut * 32 + q * 8;
+  bool mixes = warp < MIXERS && 8 * warp < count;
+  uint4* words = reinterpret_cast<uint4*>(inbox) + first * TOKEN_WORDS;
+  int splitter = warp - FIRST_SPLITTER;
+  bool splits = splitter >= 0 && splitter < SPLITTERS;
+  constexpr int SHARE = S * TILES / SPLITTERS;
+  uint4 numbers[SHARE][2];
+  if (splits) {
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) {
+      int n = splitter * SHARE + i;
+      const float* from = fn + ((n % TILES * 8 + lane / 4) * S + n / TILES) * WIDTH + c;
+      numbers[i][0] = read_quad(from), numbers[i][1] = read_quad(from + 4);
     }
   }
+  Place p(first + (mixes ? 8 * warp : 0), tokens);
+  Row old;
+  Coefficients a;
+  if (mixes) {
+    const Stored* from = p.at(streams, S * WIDTH, 0, c);
+#pragma unroll
+    for (int j = 0; j < S; ++j) old.x[j].read(from + j * WIDTH);
+    old.y.read(p.at(y, WIDTH, 0, c));
+    float4* to = reinterpret_cast<float4*>(&a);
+    const float* comb_row = p.at(comb_in, S * S, 0, 0);
+#pragma unroll
+    for (int j = 0; j < S; ++j) to[j] = read_once(comb_row + j * S);
+    to[S] = read_once(p.at(post_in, S, 0, 0)), to[S + 1] = read_once(p.at(pre_in, S, 0, 0));
+  }
+  Affine affine;
+  if (warp == HELPER) {
+    if (lane == 0) number = __ldcg(epochs + 2 * group) + 1;
+    affine.get(scale, base);
+    weights_of_x[lane] = norm[cut * 32 + lane];
+  }
+  if (splits) {
+#pragma unroll
+    for (int i = 0; i < SHARE; ++i) {
+      uint4 parts[PARTS];
+      split(numbers[i][0], numbers[i][1], parts);
+#pragma unroll
+      for (int s = 0; s < PARTS; ++s)
+        fragments[((splitter * SHARE + i) * PARTS + s) * 32 + lane] = parts[s];
+    }
+  }
+  unsigned now[2][S][4] = {}, raw[1][4] = {};
+  Sums sums = {};
+  if (mixes) sums.collapsed[0] = mix_row(old, a, p.at(out, S * WIDTH, 0, c), now[0], raw[0]);
   __syncthreads();
-  unsigned tag = *number;
-  send_sums<32 * THIN_WARPS>(tables, sums + half * PLACES, tag, threadIdx.x);
-  constexpr int WRITERS = 32 * (UNITS + 1);  // of x, and who finds its roots
-  if (warp < UNITS) {
-    meet(1 + UNITS, WRITERS);
-    float root[2] = {roots[lane / 4], roots[lane / 4 + 8]};
-    put_unit(raw, root, p, c, weights_of_x + c - start, x, half_full);
-  } else if (warp == UNITS) {
-    CollapsedSum square;
-    square.look_at(sums);
-    float root = square.root(tag, norm_eps);
-    if (lane < 16) roots[lane] = root;
-    meet(1 + UNITS, WRITERS);
-  } else if (warp == 3 * UNITS) {
-    for (int t = half; t < 16 && first + t < tokens; t += HALVES) {
-      TokenSum total;
-      total.look_at(sums, t);
-      mix_token(total.sum(tag), first + t, affine, pre, post, matrix, norm_eps, eps);
+  unsigned tag = number;
+  if (mixes) {
+    multiply(now, fragments, __float_as_uint(eps) >> 31, sums, [] {});
+    int t = lane / 4;
+    if (8 * warp + t < count) {
+      uint4* to = words + (8 * warp + t) * TOKEN_WORDS + cut * WORDS;
+      store_relaxed(to + q, word(sums.dot[0][0], sums.dot[0][1], sums.dot[1][0], tag));
+      store_relaxed(to + 4 + q, word(sums.dot[1][1], sums.dot[2][0], sums.dot[2][1], tag));
+      if (q == t / 2) {
+        float square = t % 2 ? sums.self[0][1] : sums.self[0][0];
+        uint4 squares = word(square, sums.collapsed[0], 0.f, tag);
+        store_relaxed(to + 8, squares), store_relaxed(to + 9, squares);
+      }
+    }
+  } else if (warp == HELPER && lane == 0 && atomicAdd(epochs + 2 * group + 1, 1u) == CUTS - 1) {
+    epochs[2 * group] = tag;
+    epochs[2 * group + 1] = 0;
+  }
+  // The block's own tokens; the last blocks, which share an SM with others, have none of 64.
+  for (int t = (cut + CUTS - CUTS / 4) % CUTS; t < count; t += CUTS) {
+    const uint4* from = words + t * TOKEN_WORDS;
+    for (int n = threadIdx.x; n < FULL * HALVES; n += 32 * THIN_WARPS) {
+      int half = n / FULL, w = n % FULL;
+      Numbers m(w);
+      uint4 seen[UNITS];
+      bool missing = true;
+      for (unsigned looks = 0; missing; ++looks) {
+        if (looks == PATIENCE) __trap();
+        missing = false;
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u)
+          seen[u] = load_relaxed(from + (half * UNITS + u) * WORDS + w);
+#pragma unroll
+        for (int u = 0; u < UNITS; ++u) missing |= seen[u].w != tag;
+      }
+      float total[3] = {};
+#pragma unroll
+      for (int u = 0; u < UNITS; ++u) {
+        total[0] += __uint_as_float(seen[u].x);
+        total[1] += __uint_as_float(seen[u].y);
+        total[2] += __uint_as_float(seen[u].z);
+      }
+      table[m.first][half] = total[0];
+      table[m.second][half] = total[1];
+      table[m.third][half] = total[2];
+    }
+    __syncthreads();
+    if (warp == HELPER) {
+      Quarters total;
+#pragma unroll
+      for (int h = 0; h < HALVES; ++h) total.add(h, table[min(lane, MIX + 1)][h]);
+      float sum = total.sum();
+      if (lane == MIX + 1)
+        store_relaxed(reinterpret_cast<u64*>(words + (t + 1) * TOKEN_WORDS - 1),
+                      (u64)tag << 32 | __float_as_uint(reciprocal_root(sum, norm_eps)));
+      mix_token(sum, first + t, affine, pre, post, matrix, norm_eps, eps);
       __syncwarp();
       if (lane == 0) scale_matrix(matrix, comb + (first + t) * S * S, iterations, eps);
-      __syncwarp();
     }
-  } else if (threadIdx.x == 64 * UNITS && atomicAdd(epochs + 2 * tile + 1, 1u) == HALVES - 1) {
-    epochs[2 * tile] = tag;
-    epochs[2 * tile + 1] = 0;
+    if (t + CUTS < count) __syncthreads();
   }
+  if (!mixes) return;
+  int row = 8 * warp + p.step(0);
+  const u64* at = reinterpret_cast<const u64*>(words + (row + 1) * TOKEN_WORDS - 1);
+  u64 root = load_relaxed(at);
+  for (unsigned looks = 0; (unsigned)(root >> 32) != tag; ++looks) {
+    if (looks == PATIENCE) __trap();
+    root = load_relaxed(at);
+  }
+  __syncwarp();
+  float roots[1] = {__uint_as_float((unsigned)root)};
+  put_unit(raw, roots, p, c, weights_of_x + q * 8, x);
 }
 
 // ---- large launches ---------------------------------------------------------------------------
@@ -611,7 +692,10 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 // and are gone: a barrier of all workers a round, 32.4 and 177.4; bulk copies of 320 bytes, whose
 // many starts take the helper's time, 32.5 and 187.9; tiles fetched into L2 three rounds ahead, no
 // better than copies that ask L2 for 128 bytes; 256 bytes, ordinary stores, both rows of a lane
-// side by side, the same.)
+// side by side, the same; the first tile before fn, 29.9 and 144.8. A plain copy that moves 64
+// bytes of a row at a time, as these warps do, takes 138.1 for 4,096 tokens, and 112.5 with whole
+// lines of 128. But with whole lines, on their way out through shared memory, halves of 128
+// channels and three sets of warps, the kernel took 34.9 and 163.7.)
 //
 // The warps of a set have no barrier in common: workers may be most of a tile apart, and so may
 // helper and workers. In round r a worker waits for coefficients of its tile (`fed`), which the
@@ -707,7 +791,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     auto staged = [&](int round) { return Staged{desk.stages[part][round % STAGES] + lane}; };
     auto fetch = [&](int round) {
       if (round < walk.rounds)
-        staged(round).fetch(streams, y, Place(walk.first(round), tokens), c, false);
+        staged(round).fetch(streams, y, Place(walk.first(round), tokens), c);
       end_stage();
     };
     int k = S / SETS * set;  // a warp of each set, of those of a unit
@@ -724,11 +808,25 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     for (int round = 0; round < walk.rounds + 3 && walk.rounds > 0; ++round) {
       Sums total = {};
       if (round < walk.rounds) {
+        Place p(walk.first(round), tokens);
         desk.fed[round % 2].wait(round / 2);
         wait_for_stage();
-        unit(staged(round), Records{desk.records[round % 2]}, out,
-             Place(walk.first(round), tokens), c, raw[0], total, zero,
-             fragments + part * UNIT_FRAGMENTS, [&] { fetch(round + STAGES); }, false);
+        unsigned now[2][S][4] = {};
+#pragma unroll 1
+        for (int r = 1; r >= 0; --r) {  // the last row first, which moves on when the other comes
+#pragma unroll
+          for (int i = 0; i < 4; ++i) {
+#pragma unroll
+            for (int k = 0; k < S; ++k) now[1][k][i] = now[0][k][i];
+            raw[0][1][i] = raw[0][0][i];
+          }
+          total.collapsed[1] = total.collapsed[0];
+          total.collapsed[0] =
+              mix_row(staged(round).row(r), Records{desk.records[round % 2]}.row(r),
+                      p.at(out, S * WIDTH, r, c), now[0], raw[0][0]);
+        }
+        multiply(now, fragments + part * UNIT_FRAGMENTS, zero, total,
+                 [&] { fetch(round + STAGES); });
       }
       if (round > 0) desk.freed[(round - 1) % 4].wait((round - 1) / 4);
       const float* roots = desk.roots[(round + 3) % 4] + lane / 4;  // of tile round - 3
@@ -738,7 +836,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
       if (lane < ARRIVING && round < walk.rounds) desk.done.arrive();
       if (round >= 3)
         put_unit(raw[3], root, Place(walk.first(round - 3), tokens), c, weights_of_x + c - start,
-                 x, false);
+                 x);
 #pragma unroll
       for (int i = 0; i < 24; ++i)
         raw[3 - i / 8][i / 4 % 2][i % 4] = raw[2 - i / 8][i / 4 % 2][i % 4];
