@@ -38,6 +38,8 @@ VERSIONS = {
     "relay, 2 blocks a token": ("relay", {"split": 2}),
     "relay, 4 blocks a token": ("relay", {"split": 4}),
     "resident": ("resident", {}),
+    "quad, 4 blocks a token": ("quad", {"sharers": 4}),
+    "quad, 2 blocks a token": ("quad", {"sharers": 2}),
 }
 
 

@@ -50,16 +50,16 @@ def test_warpgroup_products_run_unhindered():
     if not nvrtc.available():
         pytest.skip("needs NVRTC: pip install nvidia-cuda-nvrtc")
     builds = [b for b in launch.builds("rope_sparse_attn") if "HEADS" not in b[1]]
-    assert len(builds) == 4
+    assert len(builds) == 5
     for arch, macros in builds:
         options = (*launch.options(arch, macros), f"-arch={arch}")
         log = nvrtc.compile_source(launch.source("rope_sparse_attn"), options)
         assert "serialized" not in log and "injected" not in log, macros
-        # what v6's and v7's groups hand to each other adds up to this, or they would wait for ever
+        # what groups of v6 to v8 hand to each other adds up to this, or they would wait for ever
         started_with = {k.name: k.registers for k in nvrtc.read_log(log)}["relay"]
         assert started_with == (128 if macros.get("SPLIT") == "4" else 168)
-        resident = [k.registers for k in nvrtc.read_log(log) if k.name == "resident"]
-        assert resident == ([] if "SPLIT" in macros else [128])
+        others = [k.registers for k in nvrtc.read_log(log) if k.name in ("resident", "quad")]
+        assert others == ([] if "SPLIT" in macros else [128, 128])
 
 
 @pytest.mark.parametrize("tokens, blocks", [(1, 4), (65, 260), (66, 66), (100, 100)])
@@ -76,12 +76,16 @@ def test_v3_spreads_heads_while_tokens_are_few(fake_cuda, monkeypatch, tokens, b
     "tokens, width, launched",
     [
         (1, 512, ("cluster", (64,), (544,))),
-        (7, 640, ("cluster", (448,), (544,))),
-        (8, 640, ("relay", (32,), (512,))),
-        (7, 641, ("relay", (28,), (512,))),
+        (3, 640, ("cluster", (192,), (544,))),
+        (4, 640, ("quad", (16,), (512,))),
+        (4, 641, ("relay", (16,), (512,))),
+        (30, 512, ("quad", (120,), (512,))),
+        (31, 512, ("relay", (124,), (512,))),
         (33, 512, ("relay", (132,), (512,))),
-        (34, 512, ("relay", (68,), (384,))),
-        (66, 512, ("relay", (132,), (384,))),
+        (34, 512, ("quad", (68,), (512,))),
+        (66, 640, ("quad", (132,), (512,))),
+        (66, 641, ("relay", (132,), (384,))),
+        (67, 512, ("resident", (67,), (512,))),
         (67, 641, ("resident", (67,), (512,))),
         (300, 512, ("resident", (132,), (512,))),
         (1, 2000, ("pipeline", (1,), (384,))),
@@ -100,7 +104,7 @@ def test_no_tokens_no_launch(fake_cuda, monkeypatch):
     find_kernel("rope_sparse_attn", "cupy")
     module = sys.modules["dsv41_kernels.rope_sparse_attn.cupy_op"]
     monkeypatch.setattr(module, "processors", lambda: 132)
-    for version in (module.pipeline, module.cluster, module.relay, module.resident):
+    for version in (module.pipeline, module.cluster, module.relay, module.resident, module.quad):
         assert version(*faked(inputs(near=[], far=[])), OFFICIAL).shape == (0, 64, 512)
     assert not fake_cuda
 
@@ -150,7 +154,14 @@ def test_arithmetic_without_the_rounding_points_is_told_apart(widths):
 
 def versions():
     """Every version as a function of the arguments of rope_sparse_attn."""
-    from dsv41_kernels.rope_sparse_attn.cupy_op import cluster, pipeline, relay, resident, tiles
+    from dsv41_kernels.rope_sparse_attn.cupy_op import (
+        cluster,
+        pipeline,
+        quad,
+        relay,
+        resident,
+        tiles,
+    )
     from dsv41_kernels.sparse_attn.cupy_op import plain
 
     return {
@@ -164,6 +175,8 @@ def versions():
         "v6, 2 blocks a token": lambda *a: relay(*a, split=2),
         "v6, 4 blocks a token": lambda *a: relay(*a, split=4),
         "v7": resident,
+        "v8, 4 blocks a token": lambda *a: quad(*a, sharers=4),
+        "v8, 2 blocks a token": lambda *a: quad(*a, sharers=2),
     }
 
 
@@ -207,7 +220,7 @@ def test_bits_do_not_depend_on_the_batch_or_on_the_run(cupy):
     first = rope_sparse_attn(*arguments, OFFICIAL).get()
     for _ in range(100):
         assert_same("again", rope_sparse_attn(*arguments, OFFICIAL).get(), first)
-    for count in (1, 3, 65):
+    for count in (1, 3, 20, 32, 65):
         few = list(arguments)
         for place in (0, 1, 4, 6):
             few[place] = arguments[place][7 : 7 + count]
@@ -222,7 +235,7 @@ def test_v4_and_later_versions_have_the_same_bits(cupy, widths):
     arguments = moved(cupy, inputs((near, 0, near // 2), (far, far // 3, 0), 700, widths))
     v4 = versions()["v4"](*arguments, OFFICIAL).get()
     for name, version in versions().items():
-        if name[:2] in ("v5", "v6", "v7"):
+        if name[:2] in ("v5", "v6", "v7", "v8"):
             assert_same(name, version(*arguments, OFFICIAL).get(), v4)
 
 

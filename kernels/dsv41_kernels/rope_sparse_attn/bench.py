@@ -11,11 +11,11 @@ from dsv41.quant import MAIN_KV_FP4, OFFICIAL, WINDOW_KV_FP8
 from ..bench import Case
 from ..sparse_attn.cupy_op import plain
 from ..sparse_attn.oracle import attention
-from .cupy_op import CHANNELS, HEADS, cluster, pipeline, relay, resident, tiles
+from .cupy_op import CHANNELS, HEADS, cluster, pipeline, quad, relay, resident, tiles
 
 WINDOW, SELECTED = 128, 512
 FREQS = np.float32(160_000.0 ** -(np.arange(32) / 32))
-MOST_SPREAD = 8  # tokens up to which v5 is measured
+MOST_SPREAD, MOST_SHARED = 8, 66  # tokens up to which v5 and v8 are measured
 SAMPLE = 4  # queries that are compared with float64
 TORCH_TOKENS = 1024  # that PyTorch gathers rows of at once
 TARGETS = {1: 9, 32: 16, 128: 26, 512: 88, 8192: 1350}  # microseconds, by tokens
@@ -114,13 +114,15 @@ def torch_error(call, arguments):
 
 
 def cases(quick=False):
-    sizes = [(1, False), (32, False)] if quick else [(b, False) for b in (1, 32, 128, 512)]
+    decode = (1, 32) if quick else (1, 16, 32, 64, 128, 512)
+    sizes = [(tokens, False) for tokens in decode]
     sizes += [] if quick else [(8192, True)]
     for tokens, prefill in sizes:
         arguments = inputs(tokens, 65_536, prefill)
         text = definitions.rope_sparse_attn.definition
         functions = {"v5": cluster} if tokens <= MOST_SPREAD else {}
         functions |= {"v7": resident} if tokens > MOST_SPREAD else {}
+        functions |= {"v8": quad} if tokens <= MOST_SHARED else {}
         functions |= {"v6": relay, "v4": pipeline, "v3": tiles, "v1": plain, "cupy text": text}
         for version, function in functions.items():
             if not (prefill and version == "v1"):
@@ -147,7 +149,7 @@ def case(version, tokens, prefill, arguments, function):
         check=lambda: error(function(*arguments, OFFICIAL), arguments),
         bytes=moved(tokens),
         flops=flops(tokens),
-        target_us=TARGETS[tokens] if version[0] == "v" else None,
+        target_us=TARGETS.get(tokens) if version[0] == "v" else None,
     )
 
 

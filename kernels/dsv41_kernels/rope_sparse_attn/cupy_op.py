@@ -10,10 +10,12 @@ from ..attention import FORMATS, SHARED_BYTES, Call
 from ..launch import kernel, launch, processors
 from ..sparse_attn.cupy_op import choose
 
-HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v7 are made
-MOST_ROWS = 768  # of a token in v5
+HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v8 are made
+MOST_ROWS = 768  # of a token in v5 and v8
 CLUSTER = 9  # SMs counted for a cluster of v5: 16 in one GPC hold two, and its rest is lost
+QUAD = 4.4  # the same for a cluster of four of v8: 132 hold 30
 DESK_BYTES = 62_720  # as cluster.cuh asserts
+QUAD_DESK_BYTES = 222_528  # as quad.cuh asserts
 
 
 def rope_sparse_attn(
@@ -101,20 +103,41 @@ def resident(q, *rest):
     return out
 
 
-def fastest(q, positions, freqs, window, window_rows, *rest):
-    """v5 while its clusters run in two rounds, v6 while two of its blocks a token find a
-    multiprocessor each, v7 beyond, and what its shared memory allows for wider lists: same bits.
+def quad(q, *rest, sharers=None):
+    """v8, a cluster of `sharers` blocks per token, for lists of up to 768 rows: four, or two where
+    such of four would not all run at once.
+    """
+    call = Call(q, *rest)
+    require(call.width <= MOST_ROWS, f"rows: {MOST_ROWS} of a token at most, got {call.width}")
+    sharers = sharers or (4 if call.tokens * QUAD <= processors() else 2)
+    out = cupy.empty_like(call.q)
+    macros = call.macros | ({"SHARERS": sharers} if sharers != 4 else {})
+    function = kernel("rope_sparse_attn", "quad", shared=SHARED_BYTES, **macros)
+    shared = QUAD_DESK_BYTES + 8 * call.pairs
+    with call.errors() as bad:
+        launch(function, sharers * call.tokens, 512, (*call.arguments(), bad, out), shared)
+    return out
 
-    On an H200 one token takes 10.8 us in v5, in trials of it three took 15.5, four 21.6 and eight
-    31.5, where v6 takes 27.8 for one and 29.2 for 32; 128 take 41.5 in v6 and 38.6 in v7.
+
+def fastest(q, positions, freqs, window, window_rows, *rest):
+    """v5 while its clusters run at once, v8 while its clusters do, v6 where those of four blocks do
+    not and its own blocks still do, v7 beyond, and what its shared memory allows for wider lists:
+    same bits.
+
+    On an H200, in microseconds: three tokens 15.4 in v5 and 19.9 in v8, four 21.0 and 19.8; 30
+    tokens 21.0 in v8 and 29.2 in v6, 32 tokens 29.9 and 29.2; 66 tokens 31.2 in v8, 35.9 in v6 and
+    36.3 in v7.
     """
     width = window_rows.shape[-1] + rest[1].shape[-1]
     few = 2 * len(q) <= processors()
     version = relay if few else resident
     if resident_bytes(width, CHANNELS // 2) > SHARED_BYTES:
         version = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
-    if width <= MOST_ROWS and 4 * len(q) * CLUSTER <= 2 * processors():
-        version = cluster
+    if width <= MOST_ROWS:
+        if 4 * len(q) * CLUSTER <= processors():
+            version = cluster
+        elif len(q) * QUAD <= processors() or (few and 4 * len(q) > processors()):
+            version = quad
     return version(q, positions, freqs, window, window_rows, *rest)
 
 

@@ -34,18 +34,23 @@
 // v7 `resident`: v6 with two warpgroups that decode, and blocks that stay for many tokens, see
 // resident.cuh; for calls of more tokens than half as many as there are multiprocessors.
 //
+// v8 `quad`: v4's sums by a cluster of four or two blocks per token, which share out scores as v5
+// does, see quad.cuh; between v5 and v7, but for the tokens that only v6's blocks serve at once.
+//
 // Measured on an H200, cold, in microseconds, tokens of 128 + 512 records:
 //
-//            1 token     32    128    512    8192
-//   v1           424  1,481  5,303 20,585
-//   v3            45     45     75    283   4,270
-//   v4            49     55     53    200   2,870
+//            1 token     16     32     64    128    512    8192
+//   v1           424         1,481         5,303 20,585
+//   v3            45            45            75    283   4,270
+//   v4            49            55            53    200   2,870
 //   v5            11
-//   v6            28     29     42    159   2,290
-//   v7                   35     39    140   2,002
+//   v6            28     29     29     36     42    159   2,290
+//   v7                          35     36     39    140   2,002
+//   v8            20     20     30     31
 
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 VALUE_BLOCKS=8
+// build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 SHARERS=2
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 SPLIT=2
 // build: sm_90a C=512 NEAR=1 FAR=2 BF16=1 SPLIT=4
 // build: C=512 NEAR=1 FAR=2 BF16=1 HEADS=64
@@ -135,5 +140,6 @@ __device__ void write_rows(float* out, const float* rows, int stride, int first,
 #if SPLIT == 1
 #include "cluster.cuh"
 #include "resident.cuh"
+#include "quad.cuh"
 #endif
 #endif
