@@ -291,7 +291,7 @@ assert 0.1 < lost < 0.25 and error > 0.05, "every 0.5 is gone, and no NaN tells"
 # output has it too, and there it is undone.
 #
 # For each chunk of 64 records: products, then weights $p = 2^{s - m}$ with the running maximum $m$,
-# products again. (Products of one chain over all channels, as v4 to v7 make them; v3 adds two
+# products again. (Products of one chain over all channels, as v4 to v8 make them; v3 adds two
 # halves.) When the maximum grows by $\delta$, everything summed so far shrinks by
 # $2^{-\delta}$. The released code rounds $p$ to bf16 before it meets the values, and not in the
 # denominator.
@@ -430,9 +430,9 @@ assert len(kinds) == 4, "four ways to split, four different results"
 # 3. All meet. Block $r$ adds the values of 64 channels, over all ten chunks, in order.
 #
 # In whatever order blocks run between two meetings, the bits are those of one block that does it
-# all. So the wrapper may choose by what is fast: clusters for few tokens; then
-# [relay.cuh](../kernels/dsv41_kernels/rope_sparse_attn/relay.cuh), where four or two blocks share a
-# token, each scores all chunks, and the channels of the values are shared out; for many tokens
+# all. So the wrapper may choose by what is fast: clusters of 16 for very few tokens; then
+# [quad.cuh](../kernels/dsv41_kernels/rope_sparse_attn/quad.cuh), the same with clusters of four or
+# two blocks for all heads; for many tokens
 # [resident.cuh](../kernels/dsv41_kernels/rope_sparse_attn/resident.cuh), where a block has a token
 # to itself, and then the next. Nothing that is a sum is divided there either.
 
