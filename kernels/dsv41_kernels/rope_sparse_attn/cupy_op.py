@@ -166,8 +166,8 @@ def relay_bytes(width, pairs):
 def resident_bytes(width, pairs):
     """What a block of `resident` keeps in shared memory, as laid out at its top."""
     padded = 64 * -(-width // 64)
-    queries, keys, weights, flags, sinks = 1024 * 64, 2 * 1024 * 64, 2 * 1024 * 11, 8, 64 * 4
-    return queries + keys + weights + flags + sinks + 16 * pairs + 8 * padded + padded // 4
+    queries, keys, weights, flags, factors = 1024 * 64, 2 * 1024 * 64, 2 * 1024 * 9, 8, 64 * 4
+    return queries + keys + weights + flags + factors + 16 * pairs + 8 * padded + padded // 4
 
 
 def cluster_bytes(width, adders):

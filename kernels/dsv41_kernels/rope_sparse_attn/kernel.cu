@@ -31,8 +31,9 @@
 // v6 `relay`: v4's sums, two warpgroups that score in turn, see relay.cuh. It takes two or four
 // blocks per token where that many fit (SPLIT), and v5 is left to calls of very few tokens.
 //
-// v7 `resident`: v6 with two warpgroups that decode, and blocks that stay for many tokens, see
-// resident.cuh; for calls of more tokens than half as many as there are multiprocessors.
+// v7 `resident`: one warpgroup that scores, two that add, one that decodes, and blocks that stay for
+// many tokens, see resident.cuh; for calls of more tokens than half as many as there are
+// multiprocessors.
 //
 // v8 `quad`: v4's sums by a cluster of four or two blocks per token, which share out scores as v5
 // does, see quad.cuh; between v5 and v7, but for the tokens that only v6's blocks serve at once.
