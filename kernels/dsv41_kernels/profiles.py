@@ -84,6 +84,8 @@ def profile(kernel):
 
 def watch(op, late, run=subprocess.run):
     """Profiles of the cases `late` of an operation."""
+    if not late:
+        return []
     path = shutil.which("ncu")
     if path is None:
         raise ValueError("ncu: not found on PATH; it comes with the CUDA toolkit")
@@ -139,19 +141,18 @@ def main(argv=None):
         op, *told = arguments.launch
         launch_late(op, [tuple(text.split("|", 1)) for text in told])
         return 0
+    command = ["python", "-m", "dsv41_kernels.profiles", *words]
+    date = {"date": datetime.now(UTC).strftime("%Y-%m-%d")}
+    found, late = [], wanted(load())
     try:
-        found = []
-        late = wanted(load())
         for op in arguments.ops or late:
-            found += watch(op, late[op]) if op in late else []
+            found += [each | date for each in watch(op, late.get(op, []))]
+            if arguments.json:
+                write(arguments.json, command, found)
     except ValueError as error:
         print(f"profiles: {error}", file=sys.stderr)
         return 2
     print(profiled(found))
-    if arguments.json:
-        date = {"date": datetime.now(UTC).strftime("%Y-%m-%d")}
-        command = ["python", "-m", "dsv41_kernels.profiles", *words]
-        write(arguments.json, command, [each | date for each in found])
     return 0
 
 

@@ -114,7 +114,7 @@ def torch_error(call, arguments):
 
 
 def cases(quick=False):
-    decode = (1, 32) if quick else (1, 16, 32, 64, 128, 512)
+    decode = (1, 32) if quick else (1, 16, 32, 128, 512)
     sizes = [(tokens, False) for tokens in decode]
     sizes += [] if quick else [(8192, True)]
     for tokens, prefill in sizes:

@@ -477,19 +477,19 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(QUA
     return;
   }
 
-  constexpr int BARRIERS = sizeof(Arrivals) / 8;
-  if (threadIdx.x < BARRIERS) {
-    const int chunk = threadIdx.x - (C / 64 + ROUNDS);
-    if (chunk >= 0) {
-      const bool own = chunk % SHARERS == rank;
-      expect_all(desk.arrivals.weights[chunk], own ? GROUP : 0, own ? 0 : BLOCK + GROUP * 8);
-    } else if (chunk >= -ROUNDS) {
-      expect_all(desk.arrivals.tops[chunk + ROUNDS], 0, SHARERS * ALL_HEADS * 4);
-    } else {
-      const int bytes = (SHARERS - 1) * OWN_HEADS * 128;
-      expect_all(desk.arrivals.queries[threadIdx.x], 64, bytes);
+  if (threadIdx.x % 32 == 0)
+#pragma unroll
+    for (int i = threadIdx.x / 32; i < (int)sizeof(Arrivals) / 8; i += QUAD_SCORERS / 32) {
+      const int chunk = i - (C / 64 + ROUNDS);
+      if (chunk >= 0) {
+        const bool own = chunk % SHARERS == rank;
+        expect_all(desk.arrivals.weights[chunk], own ? GROUP : 0, own ? 0 : BLOCK + GROUP * 8);
+      } else if (chunk >= -ROUNDS) {
+        expect_all(desk.arrivals.tops[chunk + ROUNDS], 0, SHARERS * ALL_HEADS * 4);
+      } else {
+        expect_all(desk.arrivals.queries[i], 64, (SHARERS - 1) * OWN_HEADS * 128);
+      }
     }
-  }
   __syncwarp();
   arrive_cluster();
   more_registers<QUAD_HIGH>();
