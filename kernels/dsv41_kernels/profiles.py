@@ -1,6 +1,6 @@
 """What do the kernels wait for that miss their times to beat?
 
-    python -m dsv41_kernels.profiles [OP ...] [--json kernels/results/profiles.json]
+    python -m dsv41_kernels.profiles [OP ...] [--json kernels/profiles.json]
 
 NVIDIA's ncu, which comes with the CUDA toolkit, watches one call of each case in
 kernels/results/*.json that takes longer than the time to beat, at the clock that the GPU has anyway

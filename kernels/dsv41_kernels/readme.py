@@ -1,7 +1,8 @@
-"""Which kernel is how fast? The tables of kernels/README.md, from kernels/results/*.json alone.
+"""Which kernel is how fast? The tables of kernels/README.md, from kernels/results/*.json and
+kernels/profiles.json alone.
 
     python -m dsv41_kernels.bench --json kernels/results/NAME.json     measure (on a GPU)
-    python -m dsv41_kernels.profiles --json kernels/results/profiles.json     look into what is late
+    python -m dsv41_kernels.profiles --json kernels/profiles.json     look into what is late
     python -m dsv41_kernels.readme [--check]                           write, or compare, the table
 
 A line is one operation on one shape. "Measured" is the fastest RawKernel version, cold, as median
@@ -19,7 +20,7 @@ from .overview import definitions, kernels_of
 
 README = HERE.parent / "README.md"
 RESULTS = HERE.parent / "results"
-PROFILES = "profiles.json"  # what profiles.py wrote
+PROFILES = HERE.parent / "profiles.json"
 PROFILED = (
     "| op | shape | kernel | µs | MHz | issued | tensor cores | GB/s | memory | states of warps |"
 )
@@ -33,7 +34,7 @@ HEADING = (
 def load(folder=RESULTS):
     """Records of all result files; of a version measured twice on a device the last date counts."""
     found = {}
-    for path in sorted(set(folder.glob("*.json")) - {folder / PROFILES}):
+    for path in sorted(folder.glob("*.json")):
         for record in json.loads(path.read_text(encoding="utf-8")):
             key = tuple(record[k] for k in ("device", "op", "shape", "version"))
             if key not in found or found[key]["date"] <= record["date"]:
@@ -151,8 +152,7 @@ def _join(*cells):
 
 def sections():
     """All that README.md shows of the results: {name of the section: text}."""
-    path = RESULTS / PROFILES
-    profiles = json.loads(path.read_text(encoding="utf-8")) if path.exists() else []
+    profiles = json.loads(PROFILES.read_text(encoding="utf-8"))
     return {"measured": section(load()), "profiled": profiled(profiles)}
 
 

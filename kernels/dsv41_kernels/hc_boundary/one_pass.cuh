@@ -513,7 +513,7 @@ __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, i
 // A block sends the sums of a token as words of three numbers and a tag, 16 bytes that come and go
 // as one, so whoever sees the tag has the numbers. The block that owns the token adds them, makes
 // the coefficients, and sends the root of the collapsed row back to all. Measured on an H200, cold:
-// 8.2 microseconds for one token, 8.8 for 8, 13.0 for 64, of which an empty launch takes 3.2. By
+// 8.0 microseconds for one token, 8.8 for 8, 13.0 for 64, of which an empty launch takes 3.2. By
 // the clock of a block, for one token: numbers are there at 1.5, sums leave at 2.5, its owner has
 // all of them at 3.3, and Sinkhorn's passes take 1.2; for 64, 1.7 to 2.9, 3.8 to 5.4, and 7.2.
 // (A trial that lost and is gone: blocks of 64 channels, one an SM, 8.4, 9.2 and 13.3.)
@@ -687,7 +687,7 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 //
 // Some 30 kB must be under way to an SM at any time if memory is to be busy: more than registers
 // can wait for. So a lane copies what it will read of two tiles ahead into shared memory, and
-// copies go on while it computes. Measured on an H200, cold: 28.5 microseconds at 512 tokens, 142.9
+// copies go on while it computes. Measured on an H200, cold: 28.1 microseconds at 512 tokens, 142.7
 // at 4,096, which are 2.9 TB/s; with neither products nor sums, 20.8 and 124.2. (Trials that lost
 // and are gone: a barrier of all workers a round, 32.4 and 177.4; bulk copies of 320 bytes, whose
 // many starts take the helper's time, 32.5 and 187.9; tiles fetched into L2 three rounds ahead, no

@@ -133,7 +133,7 @@ extern "C" __global__ void __launch_bounds__(128)
 
 // v4 is v2 with the products of v3: half the unpacking and half the tensor-core time of a key, and a
 // float32 addition per head and scale group more. About 3 clocks a key, less than its 3.75 of memory.
-// On an H200, 32 queries of 131,072 keys each: 113.9 us, of 524,288: 409.9, one of 524,288: 22.8.
+// On an H200, 32 queries of 131,072 keys each: 112.4 us, of 524,288: 403.6, one of 524,288: 22.6.
 extern "C" __global__ void __launch_bounds__(256, 2)
     scores_v4(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {
@@ -368,7 +368,7 @@ extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
 // v6 is v4 by INT8 products of whole keys, too, but of single warps (score_int8.cuh): unpacking
 // takes more instructions than in v4, and those that scaled and added groups are gone. A block has
 // an SM to itself, so that few blocks unpack a query. One with a key that does not fit scores all of
-// its keys again as v4 does. On an H200, in the cases named at v4: 92.8, 360 and 17.1 us.
+// its keys again as v4 does. On an H200, in the cases named at v4: 92.9, 351 and 17.0 us.
 //
 // Trials that lost and are gone, of the first case, where v6 took 95 to 97 before it read codes by
 // two bytes: products of warp groups, 98; the same, but no warp more than two turns ahead of others,

@@ -106,7 +106,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // v4: topk_held.cuh. A row of up to 16,384 scores stays where it is, in registers, until it is
 // known which are chosen: 5 meetings of the block instead of 12, and no list. On an H200, 512 of
-// 64 x 16,384: 7.9 us, of which loads and the launch are 5.2. A trial with two blocks a row in a
+// 64 x 16,384: 8.1 us, of which loads and the launch are 5.2. A trial with two blocks a row in a
 // cluster, which add up each other's counters, took 9.0; one with half the threads and 32 scores
 // each 8.3; one that finds its bound while the second half of the scores is on its way 8.2.
 extern "C" __global__ void __launch_bounds__(1024)
@@ -119,7 +119,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // Rows whose parts are together no more than there are SMs: the last block that has filtered its part
 // settles the row, which saves v3's second launch; the survivors of all parts fit into its
-// registers. Of 1 x 2^20: 12.9 us, of which some 7 until the part is filtered.
+// registers. Of 1 x 2^20: 12.8 us, of which some 7 until the part is filtered.
 extern "C" __global__ void __launch_bounds__(512, 1)
     parts_v4(const float* scores, const long long* visible, uint2* found, unsigned* counts,
              unsigned* arrived, long long* chosen, long long count, int per, int k, int rank,
@@ -130,7 +130,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
               counts + i, arrived + t, chosen + t * k);
 }
 
-// Behind filter_v3, where there are more parts than that. Of 32 x 2^20: 46.0 us; settled in the
+// Behind filter_v3, where there are more parts than that. Of 32 x 2^20: 45.8 us; settled in the
 // same launch, which takes an SM from the parts that wait for one, 50.7.
 extern "C" __global__ void __launch_bounds__(1024)
     settle_v4(const float* scores, const long long* visible, const uint2* found,
