@@ -1,5 +1,6 @@
 """What is read off ncu's report; the watching itself needs a GPU."""
 
+import sys
 from pathlib import Path
 from types import SimpleNamespace
 
@@ -68,7 +69,7 @@ def test_kernels_behind_a_mark_belong_to_its_case(monkeypatch):
     monkeypatch.setattr(profiles.shutil, "which", lambda name: f"/somewhere/{name}")
     commands = []
 
-    def run(command, check):
+    def run(command):
         commands.append(command)
         lines = raw("layer_marker()", "encode(int)", "scores(int)", "layer_marker()", "scores(int)")
         Path(command[command.index("--log-file") + 1]).write_text("\n".join(lines))
@@ -79,6 +80,16 @@ def test_kernels_behind_a_mark_belong_to_its_case(monkeypatch):
     places = [(p["version"], p["shape"], p["kernel"]) for p in found]
     assert places == [(*late[0], "encode"), (*late[0], "scores"), (*late[1], "scores")]
     assert commands[0][-4:] == ["--launch", "some", "v2|B=1, keys", "v3|B=2, keys"]
+
+
+def test_a_case_that_is_gone_is_an_error(monkeypatch, capsys):
+    monkeypatch.setitem(sys.modules, "cupy", SimpleNamespace())
+    monkeypatch.setattr(profiles, "cases", lambda op: [SimpleNamespace(version="v2", shape="T=1")])
+    assert profiles.main(["--launch", "some", "v1|T=1"]) == 1
+    assert "some: results of a case that bench.py does not have" in capsys.readouterr().err
+    monkeypatch.setattr(profiles.shutil, "which", lambda name: name)
+    with pytest.raises(ValueError, match="some: not watched"):
+        profiles.watch("some", [("v1", "T=1")], lambda command: SimpleNamespace(returncode=1))
 
 
 def test_without_ncu_there_is_one_clear_line(monkeypatch, capsys):

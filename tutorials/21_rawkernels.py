@@ -333,7 +333,7 @@ arch, macros = builds("hc_boundary")[0]
 UNITS, HALVES = int(macros["UNITS"]), int(macros["HALVES"])
 assert 32 * UNITS * HALVES == d, "v4 cuts the channels into halves, and those into units of 32"
 fn_bytes = 4 * 24 * n * d
-TEAMS = 132 // HALVES  # v4 has at most a block for each of the H200's 132 SMs, a half of fn in each
+TEAMS = 132 // HALVES  # for many tokens v4 has a block for each of 132 SMs, a half of fn in each
 per_token = {
     "v3": fn_bytes / constant("ROWS"),
     "v4, 64 tokens": fn_bytes / 64,  # a block: 64 tokens, one unit's channels
@@ -345,7 +345,7 @@ for name, amount in per_token.items():
 assert ladder["v3"][3]["fn"] * 4 / T == per_token["v3"], "the count of v3's block of four tokens"
 assert per_token["v3"] > 4 * 2 * counted["v3"], "almost five times the streams, from L2"
 parked = 8 * (24 + 2) * HALVES  # dot products and two sums of squares, each beside a tag
-print(f"v4 also parks {parked / 1e3:.1f} kB of sums a token in L2")
+print(f"v4, 4,096 tokens, also parks {parked / 1e3:.1f} kB of sums a token in L2")
 assert f"{parked // HALVES} * HALVES of sums stay in L2" in source("hc_boundary"), "as it says"
 
 with figure("Bytes a token: v3 is at the floor of memory, v4 spares L2 as well") as ax:
@@ -423,11 +423,13 @@ close("number l went to lane 31 - l", wrong[::-1], right, within=1e-2)
 # %% [markdown]
 # ## Who comes last must not matter
 #
-# v4 cuts the channels: 32 *halves* of 160, each summed by another block. Blocks finish in any
-# order. Adding to one number as they come (an atomic addition) is easy, and runs differ in their
-# bits. So every half leaves its sum in a place of its own, in one word with a tag, which no launch
-# and no other tokens of this one have had in that place before. Whoever sees the tag in all places
-# adds 32 sums, in an order of the places. Nobody counts arrivals, and places are never cleared.
+# For many tokens v4 cuts the channels: 32 *halves* of 160, each summed by another block. Blocks
+# finish in any order. Adding to one number as they come (an atomic addition) is easy, and runs
+# differ in their bits. So every half leaves its sum in a place of its own, in one word with a tag,
+# which no launch and no other tokens of this one have had in that place before. Whoever sees the
+# tag in all places adds 32 sums, in an order of the places. Nobody counts arrivals, and places are
+# never cleared. (For few tokens 160 blocks leave sums of 32 channels, three in a word of 16 bytes
+# with a tag, which are added up to the same halves.)
 
 # %%
 rng = np.random.default_rng(4)

@@ -14,7 +14,6 @@ from .arguments import cuda_array, require
 from .errors import bad_values
 
 FORMATS = {FLOAT: 0, WINDOW_KV_FP8: 1, MAIN_KV_FP4: 2}  # as records.cuh counts them
-SHARED_BYTES = 227 * 1024  # shared memory that a block may use on Hopper
 THREADS = 128
 MOST_CHANNELS = 512
 

@@ -83,7 +83,7 @@ def kernel(op, name, shared=0, arch=None, cluster=1, **macros):
     """
     used.add((op, name))
     found = module(op, arch, **macros).get_function(name)
-    if shared > STATIC_SHARED:
+    if shared > STATIC_SHARED:  # what watched.cuh adds is static and counts, too
         found.max_dynamic_shared_size_bytes = min(shared, MOST_SHARED - found.shared_size_bytes)
     if cluster > PORTABLE_CLUSTER:
         import cupy

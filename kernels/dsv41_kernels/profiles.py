@@ -96,7 +96,8 @@ def watch(op, late, run=subprocess.run):
         options += ["--csv", "--page", "raw", "--print-units", "base", "--log-file", str(log)]
         child = [sys.executable, "-m", "dsv41_kernels.profiles", "--launch", op]
         told = [f"{version}|{shape}" for version, shape in late]
-        run([path, *options, *child, *told], check=True)
+        if run([path, *options, *child, *told]).returncode:
+            raise ValueError(f"{op}: not watched")
         kernels = read_raw(log.read_text(encoding="utf-8").splitlines())
     found, place = [], -1
     for each in map(profile, kernels):
@@ -113,12 +114,14 @@ def launch_late(op, late):
     import cupy
 
     sys.modules["torch"] = None  # as if it were not installed: nothing of it is called
-    left = dict.fromkeys(late)
+    left = dict.fromkeys(late)  # case by version and shape
     for case in cases(op):
         if (case.version, case.shape) in left:
             left[case.version, case.shape] = case
         if None not in left.values():
             break
+    if None in left.values():
+        raise ValueError(f"{op}: results of a case that bench.py does not have; measure again")
     for case in left.values():
         for watched in (False, False, True):
             cupy.cuda.Device().synchronize()
@@ -139,7 +142,11 @@ def main(argv=None):
     arguments, words = parser.parse_args(argv), sys.argv[1:] if argv is None else argv
     if arguments.launch:
         op, *told = arguments.launch
-        launch_late(op, [tuple(text.split("|", 1)) for text in told])
+        try:
+            launch_late(op, [tuple(text.split("|", 1)) for text in told])
+        except ValueError as error:
+            print(f"profiles: {error}", file=sys.stderr)
+            return 1
         return 0
     command = ["python", "-m", "dsv41_kernels.profiles", *words]
     date = {"date": datetime.now(UTC).strftime("%Y-%m-%d")}

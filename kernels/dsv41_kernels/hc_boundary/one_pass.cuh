@@ -14,7 +14,9 @@
 // The cut depends on D alone: a row has the same bits alone, in a small launch (`thin`, a block
 // takes one unit's channels of 64 tokens) and in a large one (`wide`, a block keeps one half and
 // walks over tiles of 16 tokens). Blocks wait for one another, so a launch never has more of them
-// than run at once, and whoever waits too long stops the launch with an error.
+// than run at once, if no other kernel waits beside it: one of `wide` an SM, or two of `thin`, whose
+// registers are bounded for that and which take 22 kB of shared memory. Whoever waits too long stops
+// the launch with an error.
 //
 // Bytes a token, bf16: 20 D through memory; 208 * HALVES of sums stay in L2 (thin: 160 a unit). fn,
 // 384 D bytes, is read for every 64 tokens (thin) or once a launch and team (wide), where v3 reads
@@ -458,17 +460,16 @@ struct CollapsedSum : Awaited<HALVES / 2> {
   }
 };
 
-// Sums of a tile's UNITS units, added in order, into its half's PLACES words of the inbox. By
-// `threads` threads, of which the caller is number `thread`.
-template <int threads>
-__device__ __forceinline__ void send_sums(const float* tables, u64* to, unsigned tag, int thread) {
+// Sums of a tile's UNITS units, added in order, into its half's PLACES words of the inbox.
+__device__ __forceinline__ void send_sums(const float* tables, u64* to, unsigned tag) {
+  int lane = threadIdx.x % 32;
+  static_assert(PLACES % 32 == 0, "whole warps of words");
 #pragma unroll
-  for (int n = 0; n < PLACES; n += threads) {
-    if (n + threads > PLACES && thread >= PLACES - n) break;
+  for (int n = lane; n < PLACES; n += 32) {
     float total = 0.f;
 #pragma unroll
-    for (int u = 0; u < UNITS; ++u) total += tables[u * PLACES + n + thread];
-    store_relaxed(to + n + thread, (u64)tag << 32 | __float_as_uint(total));
+    for (int u = 0; u < UNITS; ++u) total += tables[u * PLACES + n];
+    store_relaxed(to + n, (u64)tag << 32 | __float_as_uint(total));
   }
 }
 
@@ -897,7 +898,7 @@ wide(const Stored* streams, const Stored* y, const float* pre_in, const float* p
     }
     if (round < walk.rounds) {
       desk.done.wait(round);
-      send_sums<32>(desk.tables, slot(round) + half * PLACES, tag + round, lane);
+      send_sums(desk.tables, slot(round) + half * PLACES, tag + round);
       fetch(round + 2);
     }
     if (late) {

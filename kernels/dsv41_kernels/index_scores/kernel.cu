@@ -144,7 +144,7 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // products was a third of its instructions. Two queries are the 64 columns of a product, and while
 // one pair is multiplied the last one's dots are weighed. Pairs with their weights come in the
 // background by bulk copies, which no thread has to address. On an H200, 8,192 queries of 65,536
-// keys: 4,435 us, v3 10,161. Products alone take 2,500 and all the rest alone 2,600; a
+// keys: 4,490 us, v3 10,097. Products alone take 2,500 and all the rest alone 2,600; a
 // multiprocessor whose tensor cores are busy has a third of its integer instructions left.
 //
 // encode: queries as pairs (T / 2, PAIR_BYTES), with room for a whole stage at the end; odd (T),

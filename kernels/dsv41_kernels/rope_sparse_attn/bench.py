@@ -15,7 +15,7 @@ from .cupy_op import CHANNELS, HEADS, cluster, pipeline, quad, relay, resident, 
 
 WINDOW, SELECTED = 128, 512
 FREQS = np.float32(160_000.0 ** -(np.arange(32) / 32))
-MOST_SPREAD, MOST_SHARED = 8, 66  # tokens up to which v5 and v8 are measured
+MOST_SPREAD, MOST_QUADS = 8, 66  # tokens up to which v5 and v8 are measured
 SAMPLE = 4  # queries that are compared with float64
 TORCH_TOKENS = 1024  # that PyTorch gathers rows of at once
 TARGETS = {1: 9, 32: 16, 128: 26, 512: 88, 8192: 1350}  # microseconds, by tokens
@@ -122,7 +122,7 @@ def cases(quick=False):
         text = definitions.rope_sparse_attn.definition
         functions = {"v5": cluster} if tokens <= MOST_SPREAD else {}
         functions |= {"v7": resident} if tokens > MOST_SPREAD else {}
-        functions |= {"v8": quad} if tokens <= MOST_SHARED else {}
+        functions |= {"v8": quad} if tokens <= MOST_QUADS else {}
         functions |= {"v6": relay, "v4": pipeline, "v3": tiles, "v1": plain, "cupy text": text}
         for version, function in functions.items():
             if not (prefill and version == "v1"):

@@ -6,8 +6,8 @@ import numpy as np
 from dsv41 import sparse_attn as definitions
 
 from ..arguments import require
-from ..attention import FORMATS, SHARED_BYTES, Call
-from ..launch import kernel, launch, processors
+from ..attention import FORMATS, Call
+from ..launch import MOST_SHARED, kernel, launch, processors
 from ..sparse_attn.cupy_op import choose
 
 HEADS, CHANNELS = 64, 512  # the sizes of the released model, for which v3 to v8 are made
@@ -33,7 +33,7 @@ def fits(q, window_rows, global_rows, numerics):
     if q.dtype != np.float32 or q.shape[1:] != (HEADS, CHANNELS) or formats != (1, 2, True):
         return False
     width = window_rows.shape[-1] + global_rows.shape[-1]
-    return pipeline_bytes(width, CHANNELS // 2) <= SHARED_BYTES
+    return pipeline_bytes(width, CHANNELS // 2) <= MOST_SHARED
 
 
 def tiles(q, *rest, heads=None):
@@ -41,7 +41,7 @@ def tiles(q, *rest, heads=None):
     call = Call(q, *rest)
     heads = heads or (HEADS if 2 * call.tokens >= processors() else 16)
     out = cupy.empty_like(call.q)
-    function = kernel("rope_sparse_attn", "tiles", shared=SHARED_BYTES, **call.macros, HEADS=heads)
+    function = kernel("rope_sparse_attn", "tiles", shared=MOST_SHARED, **call.macros, HEADS=heads)
     blocks, shared = call.tokens * HEADS // heads, tiles_bytes(heads, call.width, call.pairs)
     with call.errors() as bad:
         launch(function, blocks, 256, (*call.arguments(), bad, out), shared)
@@ -52,7 +52,7 @@ def pipeline(q, *rest):
     """v4, a block per token."""
     call = Call(q, *rest)
     out = cupy.empty_like(call.q)
-    function = kernel("rope_sparse_attn", "pipeline", shared=SHARED_BYTES, **call.macros)
+    function = kernel("rope_sparse_attn", "pipeline", shared=MOST_SHARED, **call.macros)
     shared = pipeline_bytes(call.width, call.pairs)
     with call.errors() as bad:
         launch(function, call.tokens, 384, (*call.arguments(), bad, out), shared)
@@ -69,7 +69,7 @@ def cluster(q, *rest, adders=None):
     adders = adders or (8 if call.tokens == 1 else 16)
     out = cupy.empty_like(call.q)
     macros = call.macros | ({"VALUE_BLOCKS": adders} if adders != 16 else {})
-    function = kernel("rope_sparse_attn", "cluster", shared=SHARED_BYTES, cluster=16, **macros)
+    function = kernel("rope_sparse_attn", "cluster", shared=MOST_SHARED, cluster=16, **macros)
     shared = cluster_bytes(call.width, adders)
     with call.errors() as bad:
         launch(function, 64 * call.tokens, 544, (*call.arguments(), bad, out), shared)
@@ -82,7 +82,7 @@ def relay(q, *rest, split=None):
     split = split or next(n for n in (4, 2, 1) if n == 1 or n * call.tokens <= processors())
     out = cupy.empty_like(call.q)
     macros = call.macros | ({"SPLIT": split} if split > 1 else {})
-    function = kernel("rope_sparse_attn", "relay", shared=SHARED_BYTES, **macros)
+    function = kernel("rope_sparse_attn", "relay", shared=MOST_SHARED, **macros)
     threads, shared = 512 if split == 4 else 384, relay_bytes(call.width, call.pairs)
     with call.errors() as bad:
         launch(function, split * call.tokens, threads, (*call.arguments(), bad, out), shared)
@@ -93,7 +93,7 @@ def resident(q, *rest):
     """v7, a block per multiprocessor that takes one token after the other."""
     call = Call(q, *rest)
     out = cupy.empty_like(call.q)
-    function = kernel("rope_sparse_attn", "resident", shared=SHARED_BYTES, **call.macros)
+    function = kernel("rope_sparse_attn", "resident", shared=MOST_SHARED, **call.macros)
     # trap: with fewer than three chunks a token, makers would be two tokens ahead
     blocks = min(call.tokens, processors()) if call.width > 128 else call.tokens
     shared = resident_bytes(call.width, call.pairs)
@@ -112,7 +112,7 @@ def quad(q, *rest, sharers=None):
     sharers = sharers or (4 if call.tokens * QUAD <= processors() else 2)
     out = cupy.empty_like(call.q)
     macros = call.macros | ({"SHARERS": sharers} if sharers != 4 else {})
-    function = kernel("rope_sparse_attn", "quad", shared=SHARED_BYTES, **macros)
+    function = kernel("rope_sparse_attn", "quad", shared=MOST_SHARED, **macros)
     shared = QUAD_DESK_BYTES + 8 * call.pairs
     with call.errors() as bad:
         launch(function, sharers * call.tokens, 512, (*call.arguments(), bad, out), shared)
@@ -131,8 +131,8 @@ def fastest(q, positions, freqs, window, window_rows, *rest):
     width = window_rows.shape[-1] + rest[1].shape[-1]
     few = 2 * len(q) <= processors()
     version = relay if few else resident
-    if resident_bytes(width, CHANNELS // 2) > SHARED_BYTES:
-        version = relay if relay_bytes(width, CHANNELS // 2) <= SHARED_BYTES else pipeline
+    if resident_bytes(width, CHANNELS // 2) > MOST_SHARED:
+        version = relay if relay_bytes(width, CHANNELS // 2) <= MOST_SHARED else pipeline
     if width <= MOST_ROWS:
         if 4 * len(q) * CLUSTER <= processors():
             version = cluster

@@ -509,8 +509,10 @@ extern "C" __global__ void __cluster_dims__(SHARERS, 1, 1) __launch_bounds__(QUA
   float below = norm_of(adder.state.total[1], adder.state.top[1], sink[low + 8]);
   if (desk.past_the_end) norm = below = not_a_number();
   constexpr int STAGED = OWN_CHANNELS + 4;
-  meet(BOTH, QUAD_SCORERS);  // nobody reads weights any more
-  float* staged = reinterpret_cast<float*>(desk.queries);
+  meet(BOTH, QUAD_SCORERS);  // nobody reads tiles or maxima any more
+  // trap: copies for other blocks may still read the weights of this one where q and keys were
+  float* staged = reinterpret_cast<float*>(desk.tiles);
+  static_assert(ALL_HEADS * STAGED * 4 <= sizeof(desk.tiles) + sizeof(desk.tops), "o on its way");
   stage_values<SUMMED / 2>(staged + threadIdx.x / GROUP * SUMMED, STAGED, o, low, norm, below);
   meet(BOTH, QUAD_SCORERS);
   write_rows(out + token * ALL_HEADS * C, staged, STAGED, rank * OWN_CHANNELS, OWN_CHANNELS,

@@ -5,8 +5,8 @@ import numpy as np
 
 from dsv41 import sparse_attn as definitions
 
-from ..attention import SHARED_BYTES, THREADS, Call, few_heads, known
-from ..launch import kernel, launch
+from ..attention import THREADS, Call, few_heads, known
+from ..launch import MOST_SHARED, kernel, launch
 
 
 def sparse_attn(q, window, window_rows, global_kv, global_rows, sink, numerics):
@@ -22,7 +22,7 @@ def choose(q, window_rows, global_rows, numerics):
     if not known(q, numerics):
         return None
     width = window_rows.shape[-1] + global_rows.shape[-1]
-    small = few_heads(q) and shared_bytes(*q.shape[1:], width, q.shape[2] // 2) <= SHARED_BYTES
+    small = few_heads(q) and shared_bytes(*q.shape[1:], width, q.shape[2] // 2) <= MOST_SHARED
     return attend if small else plain
 
 
@@ -41,7 +41,7 @@ def attend(q, *rest):
     """v2, for few heads."""
     call = Call(q, *rest)
     out = cupy.empty_like(call.q)
-    function = kernel("sparse_attn", "attend", shared=SHARED_BYTES, **call.macros, H=call.heads)
+    function = kernel("sparse_attn", "attend", shared=MOST_SHARED, **call.macros, H=call.heads)
     shared = shared_bytes(call.heads, call.channels, call.width, call.pairs)
     with call.errors() as bad:
         launch(function, call.tokens, THREADS, (*call.arguments(), bad, out), shared)

@@ -7,8 +7,8 @@ from dsv41.dispatch import block_elements
 from dsv41.train import sparse_attn as definitions
 
 from ..arguments import cuda_array
-from ..attention import SHARED_BYTES, THREADS, Call, few_heads, known
-from ..launch import grid, kernel, launch
+from ..attention import THREADS, Call, few_heads, known
+from ..launch import MOST_SHARED, grid, kernel, launch
 
 
 def sparse_attn_backward(do, q, window, window_rows, global_kv, global_rows, sink, numerics):
@@ -23,7 +23,7 @@ def fits(q, window_rows, global_rows, numerics):
     if not known(q, numerics) or not few_heads(q):
         return False
     width = window_rows.shape[-1] + global_rows.shape[-1]
-    return shared_bytes(*q.shape[1:], width, q.shape[2] // 2) <= SHARED_BYTES
+    return shared_bytes(*q.shape[1:], width, q.shape[2] // 2) <= MOST_SHARED
 
 
 def gradients(do, q, *rest):
@@ -48,7 +48,7 @@ def _add_block(call, at, do, dq, share, drecords, dsink):
     dsinks = cupy.empty((tokens, heads), np.float32)
 
     def run(name, blocks, threads, *arguments, shared=0):
-        macros = {**call.macros, "H": heads, "shared": SHARED_BYTES if shared else 0}
+        macros = {**call.macros, "H": heads, "shared": MOST_SHARED if shared else 0}
         function = kernel("sparse_attn_backward", name, **macros)
         launch(function, blocks, threads, arguments, shared)
 
