@@ -9,9 +9,8 @@
 // In v6 each of a token's four blocks reads all of q, decodes all records and computes all scores:
 // 328 K numbers and 12,800 clocks of products, where here it is 180 K and 5,632. What a block has
 // found it writes into the shared memory of the others, as in v5: its heads of q, turned and
-// rounded; maxima of a chunk, its weights and parts of their sum. A block was seen to send 12 bytes
-// a clock, 4,000 clocks for its part of q. So scores follow the blocks of q that arrive, and the
-// weights of a chunk travel while others are scored.
+// rounded; maxima of a chunk, its weights and parts of their sum. That is slow: so scores follow the
+// blocks of q that arrive, and the weights of a chunk travel while others are scored.
 //
 // q goes on into registers, where products take it from, and then weights take its place; those of
 // the last four chunks take the place of keys. They are sent when the maxima of all blocks are
@@ -94,22 +93,6 @@ __device__ void send_to_others(int rank, const char* from, int bytes,
   const int lane = threadIdx.x % 32;
   if (lane < SHARERS - 1) Peer((rank + 1 + lane) % SHARERS).copy(from, from, bytes, barrier);
   __syncwarp();
-}
-
-// product_64 with a in registers, as load_matrices has it.
-__device__ void product_64_of(float* d, const unsigned* a, unsigned long long b, int add) {
-  asm volatile(
-      "{ .reg .pred p; setp.ne.b32 p, %37, 0;"
-      " wgmma.mma_async.sync.aligned.m64n64k16.f32.bf16.bf16 {"
-      "%0, %1, %2, %3, %4, %5, %6, %7, %8, %9, %10, %11, %12, %13, %14, %15,"
-      "%16, %17, %18, %19, %20, %21, %22, %23, %24, %25, %26, %27, %28, %29, %30, %31"
-      "}, {%32, %33, %34, %35}, %36, p, 1, 1, 0; }"
-      : "+f"(d[0]), "+f"(d[1]), "+f"(d[2]), "+f"(d[3]), "+f"(d[4]), "+f"(d[5]), "+f"(d[6]),
-        "+f"(d[7]), "+f"(d[8]), "+f"(d[9]), "+f"(d[10]), "+f"(d[11]), "+f"(d[12]), "+f"(d[13]),
-        "+f"(d[14]), "+f"(d[15]), "+f"(d[16]), "+f"(d[17]), "+f"(d[18]), "+f"(d[19]), "+f"(d[20]),
-        "+f"(d[21]), "+f"(d[22]), "+f"(d[23]), "+f"(d[24]), "+f"(d[25]), "+f"(d[26]), "+f"(d[27]),
-        "+f"(d[28]), "+f"(d[29]), "+f"(d[30]), "+f"(d[31])
-      : "r"(a[0]), "r"(a[1]), "r"(a[2]), "r"(a[3]), "l"(b), "r"(add));
 }
 
 // ---- makers: four threads share a record, each takes 16 of 64 bytes of codes -------------------
