@@ -105,10 +105,9 @@ def split(rows, count, parts=None):
     """-> how many blocks share a row, and their scores: little work for the busiest SM, which holds
     two blocks. What is chosen does not depend on the parts.
 
-    In units of the time in which all SMs read SPAN scores for each of their blocks, 2 us; a block
-    needs about 1.5 to start and to find its bound, the second launch 2. A single wave of long
-    blocks takes a third more than that, probably since they start, read and end in step.
-    On an H200, 512 of 32 x 2^20: 8 parts a row, one wave, 56.2 us; 16, two waves, 48.0.
+    In units of the time in which all SMs read SPAN scores for each of their blocks; a block needs
+    three quarters of one to start and to find its bound, the second launch one. A single wave of
+    long blocks takes a third more than that, probably since they start, read and end in step.
     """
     spans, blocks = -(-count // SPAN), 2 * processors()
     most = 1 if rows > 4 * blocks else min(spans, MOST_PARTS)

@@ -3,9 +3,8 @@
 // q (T, HEADS, CHANNELS) f32, w (T, HEADS) f32, keys (rows, RECORD_BYTES), pages (R, width) i64,
 // order (T) i64, visible (T) i64 -> chosen (T, k) i64 and, with budget > 0, blocks (T, budget) i64.
 // Scores are as in score.cuh (v1), score_mma.cuh (v2), score_fp8.cuh (v3) or score_int8.cuh (v4),
-// the choice as in topk.cuh. In v1 scores never
-// leave the chip: the keys of one query, `longest` of them at most, stay in shared memory as integers
-// of 4 bytes.
+// the choice as in topk.cuh. In v1 scores never leave the chip: the keys of one query, `longest` of
+// them at most, stay in shared memory as integers of 4 bytes.
 // build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
 // build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1

@@ -4,8 +4,8 @@
 // q (T, HEADS, CHANNELS) f32, w (T, HEADS) f32, keys (rows, RECORD_BYTES), pages (R, width) i64,
 // order (T) i64, visible (T) i64, blocks (T, budget) i64 ascending, -1 padded -> chosen (T, k) i64.
 // Entry i of a query's list is i % size of its block i / size. Scores as in score.cuh (v1),
-// score_mma.cuh (v2), score_fp8.cuh (v3) or score_int8.cuh (v4), choice as in topk.cuh (v1), where the budget * size keys of one query stay in
-// shared memory, or topk_held.cuh.
+// score_mma.cuh (v2), score_fp8.cuh (v3) or score_int8.cuh (v4), choice as in topk.cuh (v1), where
+// the budget * size keys of one query stay in shared memory, or topk_held.cuh.
 // build: HEADS=4 CHANNELS=32 PACKED=0 BF16=0
 // build: HEADS=4 CHANNELS=32 PACKED=1 BF16=1
 // build: sm_90a HEADS=32 CHANNELS=128 PACKED=1 BF16=1

@@ -514,10 +514,9 @@ __device__ __forceinline__ void scale_matrix(const float* matrix, float* comb, i
 // A block sends the sums of a token as words of three numbers and a tag, 16 bytes that come and go
 // as one, so whoever sees the tag has the numbers. The block that owns the token adds them, makes
 // the coefficients, and sends the root of the collapsed row back to all. Measured on an H200, cold:
-// 8.0 microseconds for one token, 8.8 for 8, 13.0 for 64, of which an empty launch takes 3.2. By
-// the clock of a block, for one token: numbers are there at 1.5, sums leave at 2.5, its owner has
-// all of them at 3.3, and Sinkhorn's passes take 1.2; for 64, 1.7 to 2.9, 3.8 to 5.4, and 7.2.
-// (A trial that lost and is gone: blocks of 64 channels, one an SM, 8.4, 9.2 and 13.3.)
+// 8.0 microseconds for one token, 8.8 for 8, 13.0 for 64. For one token the launch, the numbers'
+// way to the SM, that of the sums to their owner, and Sinkhorn's passes are of like length; for 64
+// the exchange takes most. (Blocks of 64 channels, one an SM, were slower.)
 //
 // inbox (groups, GROUP, TOKEN_WORDS) and epochs (groups, 2) are kept from launch to launch and
 // begin as zeros. A group's words carry the number of its launch: last epoch + 1, which the last
@@ -689,14 +688,12 @@ thin(const Stored* streams, const Stored* y, const float* pre_in, const float* p
 // Some 30 kB must be under way to an SM at any time if memory is to be busy: more than registers
 // can wait for. So a lane copies what it will read of two tiles ahead into shared memory, and
 // copies go on while it computes. Measured on an H200, cold: 28.1 microseconds at 512 tokens, 142.7
-// at 4,096, which are 2.9 TB/s; with neither products nor sums, 20.8 and 124.2. (Trials that lost
-// and are gone: a barrier of all workers a round, 32.4 and 177.4; bulk copies of 320 bytes, whose
-// many starts take the helper's time, 32.5 and 187.9; tiles fetched into L2 three rounds ahead, no
-// better than copies that ask L2 for 128 bytes; 256 bytes, ordinary stores, both rows of a lane
-// side by side, the same; the first tile before fn, 29.9 and 144.8. A plain copy that moves 64
-// bytes of a row at a time, as these warps do, takes 138.1 for 4,096 tokens, and 112.5 with whole
-// lines of 128. But with whole lines, on their way out through shared memory, halves of 128
-// channels and three sets of warps, the kernel took 34.9 and 163.7.)
+// at 4,096. (Slower, and gone: a barrier of all workers a round; bulk copies of 320 bytes, whose
+// many starts take the helper's time; the first tile before fn; whole lines of 128 bytes, on their
+// way out through shared memory, with halves of 128 channels and three sets of warps. A plain copy
+// is faster by whole lines than by 64 bytes of a row at a time, which is how these warps move them.
+// No faster: tiles fetched into L2 three rounds ahead; copies that ask L2 for 256 bytes instead of
+// 128; ordinary stores; both rows of a lane side by side.)
 //
 // The warps of a set have no barrier in common: workers may be most of a tile apart, and so may
 // helper and workers. In round r a worker waits for coefficients of its tile (`fed`), which the

@@ -144,8 +144,8 @@ extern "C" __global__ void __launch_bounds__(256, 2)
 // products was a third of its instructions. Two queries are the 64 columns of a product, and while
 // one pair is multiplied the last one's dots are weighed. Pairs with their weights come in the
 // background by bulk copies, which no thread has to address. On an H200, 8,192 queries of 65,536
-// keys: 4,490 us, v3 10,097. Products alone take 2,500 and all the rest alone 2,600; a
-// multiprocessor whose tensor cores are busy has a third of its integer instructions left.
+// keys: 4,490 us, v3 10,097. Products alone take somewhat more than half of it, and
+// so does all the rest alone: while tensor cores work, an SM issues few other instructions.
 //
 // encode: queries as pairs (T / 2, PAIR_BYTES), with room for a whole stage at the end; odd (T),
 // zeros before, is 1 where one does not fit.
@@ -370,10 +370,9 @@ extern "C" __global__ void __launch_bounds__(256, BF16 ? 2 : 1)
 // an SM to itself, so that few blocks unpack a query. One with a key that does not fit scores all of
 // its keys again as v4 does. On an H200, in the cases named at v4: 92.9, 351 and 17.0 us.
 //
-// Trials that lost and are gone, of the first case, where v6 took 95 to 97 before it read codes by
-// two bytes: products of warp groups, 98; the same, but no warp more than two turns ahead of others,
-// 116; warps that take the next tile which nobody has, 102; five of them for each scheduler instead
-// of four, with 96 registers, 101. Without unpacking it took 78.4, without products 77.2.
+// Slower, and gone: products of warp groups; warps that never are more than two turns ahead of
+// others; warps that take the next tile which nobody has; five warps for each scheduler instead of
+// four, with 96 registers. Unpacking and products each add a fifth to the time of all else.
 extern "C" __global__ void __launch_bounds__(512, 1)
     scores_v6(const float* q, const float* w, const unsigned char* keys, float* scores,
               long long count, long long keys_per_query, long long chunk) {

@@ -54,8 +54,7 @@ extern "C" __global__ void __launch_bounds__(LONG_THREADS)
 
 // v3: topk_ordered.cuh. A row of up to 16,384 scores is read once, into registers, and the 700 that
 // survive are looked at a second time; v1 reads all from shared memory six times. On an H200, 512
-// of 64 x 16,384: 9.9 us (a trial with half the threads, 32 scores each: the same); of 32 x 2^20:
-// 47.1; of 1 x 2^20: 14.7.
+// of 64 x 16,384: 9.9 us; of 32 x 2^20: 47.1; of 1 x 2^20: 14.7.
 // Only the first ceil(visible / per) scores of a row are eligible.
 #define SCORES(t)                               \
   Row row(scores + (t) * count, count);         \
@@ -85,8 +84,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 // on their way, which costs 32 KB from the L2 cache and saves v2's first launch; a block lists its
 // survivors in shared memory and writes them out once, where v2's warps asked one counter of the
 // row for places, 3,500 times, one after the other. How many parts a row has is split's choice in
-// orderedrows.py. Of 1 x 2^20, 64 parts instead of 128 took 16.4 us; the second launch with 512
-// threads a row instead of 1,024 made it 17.9, and of 32 x 2^20 in 8 parts 58.1 of 56.2.
+// orderedrows.py. (Slower: half as many parts of one row; 512 threads a row in the second launch.)
 extern "C" __global__ void __launch_bounds__(512, 2)
     filter_v3(const float* scores, const long long* visible, uint2* found, unsigned* counts,
               long long count, int per, int k, int rank, int length, int limit, int size) {
@@ -106,9 +104,9 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // v4: topk_held.cuh. A row of up to 16,384 scores stays where it is, in registers, until it is
 // known which are chosen: 5 meetings of the block instead of 12, and no list. On an H200, 512 of
-// 64 x 16,384: 8.1 us, of which loads and the launch are 5.2. A trial with two blocks a row in a
-// cluster, which add up each other's counters, took 9.0; one with half the threads and 32 scores
-// each 8.3; one that finds its bound while the second half of the scores is on its way 8.2.
+// 64 x 16,384: 8.1 us, of which loads and the launch are most. (Slower: two blocks a row in a
+// cluster, which add up each other's counters; half the threads and 32 scores each; to find the
+// bound while the second half of the scores is on its way.)
 extern "C" __global__ void __launch_bounds__(1024)
     short_v4(const float* scores, const long long* visible, long long* chosen, long long count,
              int per, int k) {
@@ -119,7 +117,7 @@ extern "C" __global__ void __launch_bounds__(1024)
 
 // Rows whose parts are together no more than there are SMs: the last block that has filtered its part
 // settles the row, which saves v3's second launch; the survivors of all parts fit into its
-// registers. Of 1 x 2^20: 12.8 us, of which some 7 until the part is filtered.
+// registers. Of 1 x 2^20: 12.8 us.
 extern "C" __global__ void __launch_bounds__(512, 1)
     parts_v4(const float* scores, const long long* visible, uint2* found, unsigned* counts,
              unsigned* arrived, long long* chosen, long long count, int per, int k, int rank,
@@ -131,7 +129,7 @@ extern "C" __global__ void __launch_bounds__(512, 1)
 }
 
 // Behind filter_v3, where there are more parts than that. Of 32 x 2^20: 45.8 us; settled in the
-// same launch, which takes an SM from the parts that wait for one, 50.7.
+// same launch it takes longer, as a row then takes an SM from the parts that wait for one.
 extern "C" __global__ void __launch_bounds__(1024)
     settle_v4(const float* scores, const long long* visible, const uint2* found,
               const unsigned* counts, long long* chosen, long long count, int per, int k, int parts,

@@ -163,10 +163,8 @@ extern "C" __global__ void __launch_bounds__(32 * WARPS)
 // read once a block instead of once a row, and the next row is on its way while this one is summed:
 // v2 waits for its loads with nothing else to do between two barriers.
 //
-// Trials that lost and are gone, T = 4,096, where v3 took 20.0 us: a queue of three rows a block in
-// shared memory, filled by cp.async, so that 93 KB an SM are in flight: 31.3 (four rows 32.0, six
-// and two blocks an SM 32.6; T = 512: 9.1). One warp a row, which holds it in 80 registers a lane
-// and needs no barrier: 21.8.
+// Slower, and gone: a queue of three or more rows a block in shared memory, filled by cp.async; one
+// warp a row, which holds it in 80 registers a lane and needs no barrier.
 extern "C" __global__ void __launch_bounds__(32 * WARPS)
     rmsnorm_fp8_v3(const Element* x, const float* weight, u8* records, u64* bad, long long rows,
                    float eps) {
@@ -203,12 +201,10 @@ __device__ inline Raw load_once(const Element* from) {
 // T = 1, 512 and 4,096: v2 4.6, 7.2 and 27.3 us, v3 4.8, 7.3 and 20.0, v4 4.6, 7.2 and 18.2; the
 // bytes alone take 15.2 of the last.
 //
-// Trials that lost and are gone, T = 4,096: x read as data to keep: 18.5. Sums of the next row
-// under way while a row is cast, by mbarriers: 19.8, and with the squares on tensor cores 21. The
-// weight in shared memory and four blocks an SM: 18.8. The row after the next fetched to L2: 19.9.
-// Rows by bulk copies, two in flight for each of three blocks: 19.4, four: 20.1, six: 21.1. Other
-// hints to the cache for x or for the records: 18.2 to 18.7. Fewer blocks, so that all of them have
-// equally many rows: 18.3 and more.
+// Slower, and gone: x read as data to keep, or other hints to the cache; sums of the next row under
+// way while a row is cast, by mbarriers, also with the squares on tensor cores; the weight in shared
+// memory and four blocks an SM; the row after the next fetched to L2; rows by bulk copies, two to
+// six in flight; fewer blocks, so that all of them have equally many rows.
 extern "C" __global__ void __launch_bounds__(32 * WARPS, BF16 && WARPS <= 10 ? 3 : 1)
     rmsnorm_fp8_v4(const Element* x, const float* weight, u8* records, u64* bad, long long rows,
                    float eps) {

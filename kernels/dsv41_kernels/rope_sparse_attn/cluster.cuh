@@ -15,7 +15,7 @@
 // loops stay rolled, and products are those of a warp, which waits for no other (on an H200 they
 // have the bits of a warpgroup's). A lane decodes the pairs that the tensor core wants from it.
 //
-// A block was seen to send 17 bytes a clock, and a chunk's weights for all others are 32 KB. Eight
+// What a block sends takes long, and a chunk's weights for all others are 32 KB. Eight
 // blocks that add up values halve that, for one token; 16 leave room for two blocks in an SM, for
 // more of them.
 

@@ -6,11 +6,9 @@
 //   maker  decodes b    | (waits, reads the bytes of the next pair)   | decodes the next a
 //
 // In v4 one group scored and weighed all chunks, so nothing was multiplied while it took
-// exponentials, and the maker first waited for the bytes of a chunk and then decoded it: 11,000
-// clocks a chunk, of which the products need 2,050. Here products of one group run under the
+// exponentials, and the maker first waited for the bytes of a chunk and then decoded it. Here products of one group run under the
 // exponentials of the other, bytes are read while the maker waits for a free buffer, and every
-// thread's place in a buffer is found once. (A trial that asked L2 for all records of the token
-// first took longer on an H200: 45.5 instead of 42.1 microseconds at 128 tokens.)
+// thread's place in a buffer is found once. (To ask L2 for all records of the token first took longer.)
 // The maxima and sums so far are handed over with the weights; sums come in v4's order, so o has
 // v4's bits.
 //
