@@ -9,7 +9,6 @@ numbers; the share of the floor that the cold time reaches; the time to beat. <o
 the cases, among them plain CuPy (the NumPy text on CuPy arrays) and PyTorch where it is installed.
 """
 
-import argparse
 import importlib
 import json
 import platform
@@ -25,6 +24,7 @@ from pathlib import Path
 
 from dsv41.dispatch import use
 
+from . import commands
 from .errors import deferred_errors
 from .launch import HERE
 
@@ -199,7 +199,7 @@ def _try(case, timer, about, records, out):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m dsv41_kernels.bench", description=__doc__)
+    parser = commands.parser("bench", __doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help="folder names (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the records there")
     only = 'only cases that say TEXT, such as "v4," or "T=512,"; more than one: all of them'

@@ -11,7 +11,6 @@ Copies are counted beside; one to the host in the middle of a step would be a wa
 tiny one with every mechanism, or the one in DIRECTORY.
 """
 
-import argparse
 import sys
 from collections import Counter
 from contextlib import contextmanager
@@ -21,6 +20,7 @@ import numpy as np
 
 from dsv41 import OFFICIAL, ced
 
+from . import commands
 from .busy import names_in_order
 from .launch import kernel
 from .sanitize import kernel_names, tiny
@@ -135,7 +135,7 @@ def report(model=None, out=print):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m dsv41_kernels.launches", description=__doc__)
+    parser = commands.parser("launches", __doc__)
     parser.add_argument("directory", nargs="?", help="a model in the released layout")
     arguments = parser.parse_args(argv)
     import dsv41

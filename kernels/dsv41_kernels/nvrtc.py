@@ -8,7 +8,6 @@ spills, which are registers that did not fit and go through memory in the middle
     python -m dsv41_kernels.nvrtc [OP ...]      compile and print a table
 """
 
-import argparse
 import ctypes
 import importlib.util
 import re
@@ -16,6 +15,7 @@ import sys
 from dataclasses import dataclass
 from pathlib import Path
 
+from . import commands
 from .launch import HERE, builds, options, source
 
 CUPY_ADDS = ("-ftz=true", "--device-as-default-execution-space")
@@ -131,7 +131,7 @@ def table(names):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m dsv41_kernels.nvrtc", description=__doc__)
+    parser = commands.parser("nvrtc", __doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help="folder names (default: all)")
     for line in table(parser.parse_args(argv).ops or operations()):
         print(line)

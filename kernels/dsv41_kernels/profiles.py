@@ -12,7 +12,6 @@ for other warps, `long_scoreboard` for memory, `short_scoreboard` mostly for sha
 for a warpgroup's products, `no_instruction` for code, `wait` for a fixed number of cycles.
 """
 
-import argparse
 import csv
 import re
 import shutil
@@ -22,6 +21,7 @@ import tempfile
 from datetime import UTC, datetime
 from pathlib import Path
 
+from . import commands
 from .bench import cases, write
 from .launches import MARKER, mark
 from .readme import fastest_of, load, profiled
@@ -135,7 +135,7 @@ def launch_late(op, late):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m dsv41_kernels.profiles", description=__doc__)
+    parser = commands.parser("profiles", __doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help="folder names (default: all)")
     parser.add_argument("--json", type=Path, metavar="FILE", help="also write the profiles there")
     parser.add_argument("--launch", nargs="+", metavar="TEXT", help="an operation and its cases")

@@ -2,7 +2,7 @@
 kernels/profiles.json alone.
 
     python -m dsv41_kernels.bench --json kernels/results/NAME.json     measure (on a GPU)
-    python -m dsv41_kernels.profiles --json kernels/profiles.json     look into what is late
+    python -m dsv41_kernels.profiles --json kernels/profiles.json      look into what is late
     python -m dsv41_kernels.readme [--check]                           write, or compare, the table
 
 A line is one operation on one shape. "Measured" is the fastest RawKernel version, cold, as median
@@ -11,10 +11,10 @@ columns behind it are other ways to compute the same from the same inputs. What 
 measured says so; no number is typed by hand.
 """
 
-import argparse
 import json
 import sys
 
+from . import commands
 from .launch import HERE
 from .overview import definitions, kernels_of
 
@@ -166,7 +166,7 @@ def render(text, sections):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m dsv41_kernels.readme", description=__doc__)
+    parser = commands.parser("readme", __doc__)
     parser.add_argument("--check", action="store_true", help="only compare; exit code 1 if stale")
     check = parser.parse_args(argv).check
     text = README.read_text(encoding="utf-8")

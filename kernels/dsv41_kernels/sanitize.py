@@ -12,7 +12,6 @@ where the order is certain. CuPy's memory pool is off: inside a pool's block the
 nothing special. The last line names the kernels that nobody launched.
 """
 
-import argparse
 import importlib
 import os
 import re
@@ -25,7 +24,7 @@ from pathlib import Path
 
 import numpy as np
 
-from . import launch
+from . import commands, launch
 from .bench import cases, operations
 
 TOOLS = ("memcheck", "racecheck")
@@ -149,7 +148,7 @@ def decode(device=None):
 
 
 def main(argv=None):
-    parser = argparse.ArgumentParser(prog="python -m dsv41_kernels.sanitize", description=__doc__)
+    parser = commands.parser("sanitize", __doc__)
     parser.add_argument("ops", nargs="*", metavar="OP", help="folder names, `model` (default: all)")
     parser.add_argument("--tool", choices=TOOLS, help="only this one")
     parser.add_argument("--as-they-are", action="store_true", help="without WATCHED builds")
